@@ -1,0 +1,34 @@
+# Every target works from a fresh clone: the first one to run creates .venv and installs into it.
+PY := .venv/bin/python
+
+.PHONY: demo test test-all lint clean
+
+demo: .venv/.demo
+	.venv/bin/patchproof demo
+
+test: .venv/.dev
+	$(PY) -m pytest -n 2
+
+test-all: .venv/.dev
+	$(PY) -m pytest -n 2 -m ""
+
+lint: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+.venv/bin/uv:
+	python3 -m venv .venv
+	$(PY) -m pip install --quiet uv
+
+.venv/.demo: .venv/bin/uv pyproject.toml
+	.venv/bin/uv pip install --python $(PY) -e .
+	touch $@
+
+.venv/.dev: .venv/bin/uv pyproject.toml
+	.venv/bin/uv pip install --python $(PY) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

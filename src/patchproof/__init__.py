@@ -1,0 +1,24 @@
+"""Make image classifiers provably resistant to adversarial patches, and measure the proof."""
+
+from patchproof.defenses import Certificates, Defense, PatchCleanser
+from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
+from patchproof.masking import Engine, occlude, two_mask_labels
+from patchproof.types import Classifier, Preprocessing
+
+__version__ = "0.1.0"
+__all__ = [
+    "Certificates",
+    "Classifier",
+    "Defense",
+    "Engine",
+    "MaskSet",
+    "PatchCleanser",
+    "PatchThreat",
+    "Preprocessing",
+    "Rect",
+    "covering_masks",
+    "native_footprint",
+    "native_threat",
+    "occlude",
+    "two_mask_labels",
+]

@@ -1,0 +1,159 @@
+"""What each command can be told: one frozen dataclass a command, filled from defaults, then a YAML file, then flags."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import Parameter
+
+from patchproof.geometry import square_side
+from patchproof.types import InputError, Precision, Size
+
+Switch = Annotated[bool, Parameter(negative=())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which classifier, on which device, against which patch."""
+
+    model: str = "small"
+    """Any timm name, `small`, or `file.py:factory` for a module of your own."""
+    weights: str = "random"
+    """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, or `random`."""
+    patch: str = "3%"
+    """Largest patch: `3%`, `39px` or `20x60px` (height x width); several allowed sizes with commas."""
+    masks: int = 3
+    """Masks an axis, at most: 3 is quick, 6 certifies more images at some 15 times the cost."""
+    threat_space: Literal["input", "native"] = "input"
+    """Where the patch is measured: at the network input, as in the literature, or on the original image."""
+    image_size: str | None = None
+    """Network input, `224` or `224x320` (height x width); default: what the model was built for."""
+    batch_size: str = "auto"
+    """Masked copies in one forward pass, or `auto`."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+    precision: Precision = "fp32"
+    """Arithmetic of the fast passes; labels too close to call are decided again in float32."""
+    seed: int = 0
+    """For random weights."""
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images."""
+
+    dataset: str = "fashion-mini"
+    """`imagenet`, `imagenette`, `cifar10`, `cifar100`, `svhn`, `fashion-mini`, or a folder of class folders."""
+    data_dir: Path | None = None
+    """Where the named data sets lie."""
+    split: str | None = None
+    """Default: the data set's own evaluation split."""
+    download: Switch = False
+    """Fetch the data set into --data-dir if it is not there and torchvision can."""
+    limit: int | None = None
+    """Only so many images, spread evenly over the data set; the result is marked partial."""
+    skip_bad: Switch = False
+    """Record images that cannot be read and go on, instead of stopping at the first."""
+    workers: int = 2
+    """Threads that decode images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig(ModelConfig, DataConfig):
+    """`patchproof certify`."""
+
+    exhaustive: Switch = False
+    """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
+    output: Path | None = None
+    """Folder of the run; default: runs/ and a name made of the settings."""
+    resume: Switch = False
+    """Go on with the run in --output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(ModelConfig):
+    """`patchproof predict`."""
+
+    json: Switch = False
+    """One JSON object a line instead of a table."""
+
+
+def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
+    """The settings in a YAML file; an unknown key is an error that names the nearest one."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(f"{path} must hold settings as `name: value` lines, not a {type(content).__name__}")
+    return {_known_key(str(key), kind, path): value for key, value in content.items() if value is not None}
+
+
+def _known_key(key: str, kind: type[Any], path: Path) -> str:
+    names = [f.name for f in fields(kind) if f.name != "config"]
+    name = key.replace("-", "_")
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(names)}"
+    raise InputError(f"{path}: unknown setting `{key}`; {hint}")
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """The settings as they are saved: plain values, without those that only say where to write."""
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+    return {k: v for k, v in values.items() if k not in {"config", "resume"}}
+
+
+def parse_size(text: str, *, what: str) -> Size:
+    """`224` or `224x320` (height x width)."""
+    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
+    if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
+        raise InputError(f"{what} must look like 224 or 224x320 (height x width), not `{text}`")
+    return size
+
+
+def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
+    """`3%`, `39px`, `20x60px`, or several of them with commas, in pixels of an image of this size."""
+    return tuple(_parse_patch(part, image_size) for part in text.split(","))
+
+
+def _parse_patch(text: str, image_size: Size) -> Size:
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if percent:
+        side = square_side(float(percent[1]), image_size)
+        return side, side
+    if not text.strip().endswith("px"):
+        raise InputError(f"--patch must look like 3%, 39px or 20x60px, not `{text}`")
+    return parse_size(text.strip().removesuffix("px"), what="--patch")
+
+
+def parse_batch_size(text: str) -> int | None:
+    """A positive number, or None for `auto`."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,6}", text):
+        raise InputError(f"--batch-size must be a positive number or `auto`, not `{text}`")
+    return int(text)
+
+
+def find_config_flag(tokens: Sequence[str]) -> Path | None:
+    """The file named by --config, which has to be read before the other flags are."""
+    for flag, value in zip(tokens, [*tokens[1:], ""], strict=True):
+        if flag == "--config":
+            return Path(value)
+        if flag.startswith("--config="):
+            return Path(flag.removeprefix("--config="))
+    return None

@@ -1,0 +1,355 @@
+"""Where a patch can be and which masks hide it: 𝓡, 𝓜, and the only coordinate arithmetic of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import combinations, product
+from math import isqrt
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from patchproof.types import InputError, Preprocessing, Size
+
+Interval = tuple[int, int]
+"""[start, stop) on one axis."""
+
+
+@dataclass(frozen=True, order=True)
+class Rect:
+    """Rows [top, top + height), columns [left, left + width)."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.height
+
+    @property
+    def right(self) -> int:
+        return self.left + self.width
+
+    def contains(self, other: Rect) -> bool:
+        rows = self.top <= other.top and other.bottom <= self.bottom
+        return rows and self.left <= other.left and other.right <= self.right
+
+
+def square_side(percent: float, image_size: Size) -> int:
+    """The smallest s with s² ≥ percent/100 · H·W, in exact arithmetic: 1/2/3% = 23/32/39 at 224."""
+    if not 0 < percent <= 100:
+        raise InputError(f"a patch covers more than 0 and at most 100 percent of the image, not {percent:g}")
+    area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100
+    side = isqrt(area.numerator // area.denominator)
+    return side if side * side >= area else side + 1
+
+
+@dataclass(frozen=True)
+class PatchThreat:
+    """𝓡: one patch of any of `patch_sizes` (height, width), anywhere inside an image of `image_size`.
+
+    A smaller patch is inside one of these, so the sizes are upper bounds. An image no patch can reach has no sizes.
+    """
+
+    image_size: Size
+    patch_sizes: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        height, width = self.image_size
+        if height < 1 or width < 1:
+            raise InputError(f"the image must have at least one pixel, not {height}×{width}")
+        if not self.patch_sizes:
+            raise InputError("the threat names no patch size; give at least one, e.g. patch_sizes=((39, 39),)")
+        for h, w in self.patch_sizes:
+            if not (1 <= h <= height and 1 <= w <= width):
+                raise InputError(
+                    f"a {h}×{w} patch does not fit a {height}×{width} image; "
+                    f"choose a height of 1 to {height} and a width of 1 to {width}"
+                )
+
+    @classmethod
+    def square(cls, *, image_size: Size, percent: float | None = None, pixels: int | None = None) -> PatchThreat:
+        """One square patch, its side in pixels or as a share of the image's area."""
+        if (percent is None) == (pixels is None):
+            raise InputError("give the patch either in percent or in pixels, e.g. percent=3 or pixels=39")
+        side = pixels if pixels is not None else square_side(percent, image_size)  # type: ignore[arg-type]
+        return cls(image_size, ((side, side),))
+
+    @property
+    def largest(self) -> Size:
+        """The smallest (height, width) that contains every allowed patch."""
+        return max(h for h, _ in self.patch_sizes), max(w for _, w in self.patch_sizes)
+
+
+class Uncovered(Sequence[Rect]):
+    """The patch positions that no mask hides, counted by arithmetic and listed only when asked for."""
+
+    def __init__(self, boxes: Sequence[tuple[Size, Interval, Interval]]) -> None:
+        self._boxes = tuple(boxes)  # (patch size, tops, lefts): disjoint boxes of positions
+
+    def __len__(self) -> int:
+        return sum((bottom - top) * (right - left) for _, (top, bottom), (left, right) in self._boxes)
+
+    def __iter__(self) -> Iterator[Rect]:
+        for (height, width), tops, lefts in self._boxes:
+            for top, left in product(range(*tops), range(*lefts)):
+                yield Rect(top, left, height, width)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} uncovered patch positions>"
+
+
+@dataclass(frozen=True)
+class Unions:
+    """The distinct m0 ∪ m1 over unordered pairs: `first[u]`, `second[u]` name one pair each, `of_pair[a, b]` is u.
+
+    The one-mask unions come first. A pair whose one mask lies inside the other is that other mask.
+    """
+
+    first: Int64[Tensor, "unions"]
+    second: Int64[Tensor, "unions"]
+    of_pair: Int64[Tensor, "n n"]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+@dataclass(frozen=True)
+class MaskSet:
+    """𝓜: rectangles that hide pixels of an image."""
+
+    image_size: Size
+    rects: tuple[Rect, ...]
+
+    def __post_init__(self) -> None:
+        image = Rect(0, 0, *self.image_size)
+        if not self.rects:
+            raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")
+        for rect in self.rects:
+            if rect.height < 1 or rect.width < 1 or not image.contains(rect):
+                raise InputError(f"{rect} is empty or not inside the {image.height}×{image.width} image")
+
+    def __len__(self) -> int:
+        return len(self.rects)
+
+    def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
+        """True where a pixel stays visible."""
+        tops, lefts, heights, widths = torch.tensor(
+            [(r.top, r.left, r.height, r.width) for r in self.rects], device=device
+        ).T[..., None, None]
+        rows = torch.arange(self.image_size[0], device=device)[:, None]
+        columns = torch.arange(self.image_size[1], device=device)
+        hidden = (rows >= tops) & (rows < tops + heights) & (columns >= lefts) & (columns < lefts + widths)
+        return ~hidden[:, None]
+
+    def uncovered(self, threat: PatchThreat) -> Uncovered:
+        """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering."""
+        if threat.image_size != self.image_size:
+            raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
+        return Uncovered([box for size in threat.patch_sizes for box in self._uncovered_boxes(size)])
+
+    def _uncovered_boxes(self, size: Size) -> list[tuple[Size, Interval, Interval]]:
+        # A mask hides the patches whose top-left corner lies in a box; the boxes' edges cut the plane of corners into
+        # at most (2n + 1)² cells, and a cell is hidden as a whole or not at all.
+        height, width = size
+        boxes = [(r.top, r.bottom - height + 1, r.left, r.right - width + 1) for r in self.rects]
+        boxes = [b for b in boxes if b[0] < b[1] and b[2] < b[3]]
+        row_end, column_end = self.image_size[0] - height + 1, self.image_size[1] - width + 1
+        rows = sorted({0, row_end, *(e for b in boxes for e in b[:2])})
+        columns = sorted({0, column_end, *(e for b in boxes for e in b[2:])})
+        hidden = np.zeros((len(rows) - 1, len(columns) - 1), dtype=bool)
+        for top, bottom, left, right in boxes:
+            hidden[rows.index(top) : rows.index(bottom), columns.index(left) : columns.index(right)] = True
+        return [(size, (rows[i], rows[i + 1]), (columns[j], columns[j + 1])) for i, j in np.argwhere(~hidden).tolist()]
+
+    @cached_property
+    def axes(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+        """The row and column intervals whose product, row by row, is this mask set."""
+        rows = tuple(sorted({(r.top, r.bottom) for r in self.rects}))
+        columns = tuple(sorted({(r.left, r.right) for r in self.rects}))
+        grid = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
+        if grid != self.rects:
+            raise InputError("these masks are not a grid of rows and columns, so they have no axes")
+        return rows, columns
+
+    def children(self, parent: Rect) -> tuple[int, ...]:
+        """The fewest masks of this set, axis by axis, whose union contains `parent` (METHOD: Geometry)."""
+        rows, columns = self.axes
+        chosen_rows = _fewest_covering((parent.top, parent.bottom), rows)
+        chosen_columns = _fewest_covering((parent.left, parent.right), columns)
+        return tuple(i * len(columns) + j for i, j in product(chosen_rows, chosen_columns))
+
+    @cached_property
+    def unions(self) -> Unions:
+        """Every distinct m0 ∪ m1, so that no masked copy is evaluated twice."""
+        cells = self._cells()
+        ids: dict[bytes, int] = {}
+        first: list[int] = []
+        second: list[int] = []
+        of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
+        singles = [(a, a) for a in range(len(self))]
+        for a, b in [*singles, *combinations(range(len(self)), 2)]:
+            union = ids.setdefault(np.packbits(cells[a] | cells[b]).tobytes(), len(first))
+            if union == len(first):
+                first.append(a)
+                second.append(b)
+            of_pair[a, b] = of_pair[b, a] = union
+        return Unions(torch.tensor(first), torch.tensor(second), of_pair)
+
+    def _cells(self) -> np.ndarray:
+        """Each mask as a set of the cells that all masks' edges cut the image into: small, and exact."""
+        rows = sorted({e for r in self.rects for e in (r.top, r.bottom)})
+        columns = sorted({e for r in self.rects for e in (r.left, r.right)})
+        cells = np.zeros((len(self), len(rows), len(columns)), dtype=bool)
+        for cell, r in zip(cells, self.rects, strict=True):
+            cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
+        return cells
+
+
+def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, ...]:
+    """Fewest intervals whose union contains `parent`; then those that stick out least; then the lowest indices."""
+    touching = [i for i, (start, stop) in enumerate(small) if start < parent[1] and stop > parent[0]]
+    for count in range(1, len(touching) + 1):
+        covering = [c for c in combinations(touching, count) if _contains([small[i] for i in c], parent)]
+        if covering:
+            return min(covering, key=lambda c: (_length([small[i] for i in c]), c))
+    raise InputError(
+        f"no set of the finer masks' intervals {list(small)} covers [{parent[0]}, {parent[1]}); "
+        "take a finer mask set that covers the same image, e.g. covering_masks of the same threat with more per axis"
+    )
+
+
+def _contains(intervals: Sequence[Interval], parent: Interval) -> bool:
+    reached = parent[0]
+    for start, stop in sorted(intervals):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= parent[1]
+
+
+def _length(intervals: Sequence[Interval]) -> int:
+    return len({x for start, stop in intervals for x in range(start, stop)})
+
+
+def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
+    """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2)."""
+    row_count, column_count = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
+    height, width = threat.largest
+    rows = _axis_masks(threat.image_size[0], height, row_count)
+    columns = _axis_masks(threat.image_size[1], width, column_count)
+    rects = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
+    return MaskSet(threat.image_size, rects)
+
+
+def _axis_masks(n: int, p: int, k: int) -> list[Interval]:
+    """s = ⌈(n − p + 1)/k⌉, m = min(p + s − 1, n), starts 0, s, 2s, … clamped to n − m.
+
+    Covering: the last row of a patch starting at i ∈ [js, (j+1)s) is at most (j+1)s − 1 + p − 1 < js + m.
+    """
+    if k < 1:
+        raise InputError(f"at least one mask an axis is needed, not {k}")
+    stride = -(-(n - p + 1) // k)
+    side = min(p + stride - 1, n)
+    starts = sorted({min(i * stride, n - side) for i in range(k)})
+    return [(start, start + side) for start in starts]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Resize to `resized` (height, width), then cut `size` out at (`top`, `left`)."""
+
+    resized: Size
+    top: int
+    left: int
+    size: Size
+
+
+def placement(preprocessing: Preprocessing, native_size: Size) -> Placement:
+    """Where the network input lies in the resized image."""
+    resized = _resized(preprocessing.resize, native_size)
+    crop = preprocessing.crop or resized
+    if crop[0] > resized[0] or crop[1] > resized[1]:
+        raise InputError(
+            f"the crop {crop} is larger than the image {resized} it is cut from; resize to at least {max(crop)}"
+        )
+    return Placement(resized, _centred(resized[0], crop[0]), _centred(resized[1], crop[1]), crop)
+
+
+def _centred(length: int, crop: int) -> int:
+    return round((length - crop) / 2)  # halves to even, as torchvision's CenterCrop does
+
+
+def _resized(resize: int | Size | None, native_size: Size) -> Size:
+    if resize is None:
+        return native_size
+    if isinstance(resize, tuple):
+        return resize
+    height, width = native_size
+    shorter = min(height, width)
+    return height * resize // shorter, width * resize // shorter
+
+
+def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessing) -> Rect | None:
+    """The smallest rectangle of the network input that holds every pixel the native `patch` can change."""
+    rows, columns = _influences(native_size, preprocessing)
+    reached_rows = np.flatnonzero(rows[:, patch.top : patch.bottom].any(axis=1))
+    reached_columns = np.flatnonzero(columns[:, patch.left : patch.right].any(axis=1))
+    if not len(reached_rows) or not len(reached_columns):
+        return None
+    (top, bottom), (left, right) = reached_rows[[0, -1]].tolist(), reached_columns[[0, -1]].tolist()
+    return Rect(top, left, bottom - top + 1, right - left + 1)
+
+
+def native_threat(*, native_size: Size, patch_sizes: Sequence[Size], preprocessing: Preprocessing) -> PatchThreat:
+    """𝓡 at the network input for a patch on the original image: its largest footprint through resize and crop.
+
+    A 5×5 patch on a 32×32 image touches up to 55×55 pixels of its bicubic 224×224 copy, not 35×35.
+    """
+    native = PatchThreat(native_size, tuple(patch_sizes))
+    rows, columns = _influences(native_size, preprocessing)
+    sizes = tuple((_longest_reach(rows, h), _longest_reach(columns, w)) for h, w in native.patch_sizes)
+    return PatchThreat(placement(preprocessing, native_size).size, sizes)
+
+
+def _influences(native_size: Size, preprocessing: Preprocessing) -> tuple[np.ndarray, np.ndarray]:
+    place = placement(preprocessing, native_size)
+    rows = _axis_influence(native_size[0], place.resized[0], preprocessing)
+    columns = _axis_influence(native_size[1], place.resized[1], preprocessing)
+    return rows[place.top : place.top + place.size[0]], columns[place.left : place.left + place.size[1]]
+
+
+def _axis_influence(native: int, resized: int, preprocessing: Preprocessing) -> np.ndarray:
+    """[x, i]: does native pixel i have a weight in resized pixel x? In integers, so without rounding.
+
+    Resized pixel x is centred on native coordinate (x + ½)·native/resized − ½; d below is the distance to i times
+    2·resized, and `unit` the kernel's unit of length on that scale.
+    """
+    x = 2 * np.arange(resized, dtype=np.int64)[:, None] + 1
+    i = np.arange(native, dtype=np.int64)
+    if preprocessing.interpolation == "nearest":
+        return (x * native) // (2 * resized) == i
+    d = np.abs((2 * i + 1) * resized - x * native)
+    unit = 2 * (max(native, resized) if preprocessing.antialias else resized)
+    if preprocessing.interpolation == "bilinear":
+        return d < unit
+    return (d < 2 * unit) & (d != unit)  # the cubic kernel is zero at distance 1
+
+
+def _longest_reach(influence: np.ndarray, patch: int) -> int:
+    """Largest extent, over all positions of the patch, of the input pixels it influences; at least 1."""
+    before = np.pad(influence.cumsum(axis=1), ((0, 0), (1, 0)))
+    reached = before[:, patch:] > before[:, :-patch]  # [x, position]
+    first = reached.argmax(axis=0)
+    last = len(reached) - 1 - reached[::-1].argmax(axis=0)
+    return int(np.where(reached.any(axis=0), last - first + 1, 1).max())

@@ -1,0 +1,265 @@
+"""A run on disk: one JSON line an image, a manifest beside it, and every percentage computed from the lines."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from scipy.stats import beta
+
+from patchproof.types import CheckError, InputError
+
+SCHEMA = 1
+ACCURACIES = ("undefended", "defended", "certified")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """The copy that decided: its two masks (indices into the mask set) and the label it answered."""
+
+    masks: tuple[int, int]
+    label: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found out about one image. A bad image has an `error` and no findings, and is counted nowhere."""
+
+    index: int
+    path: str
+    label: int
+    undefended: bool | None = None
+    defended: bool | None = None
+    certified: bool | None = None
+    margin: float | None = None
+    forwards: int = 0
+    witness: Witness | None = None
+    error: str | None = None
+
+    def line(self) -> str:
+        values = asdict(self)
+        if self.error is None:
+            del values["error"]
+        return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Record:
+        """The record of one line; ValueError if it is not one."""
+        values = json.loads(line)
+        if not isinstance(values, dict) or not set(values) <= {f.name for f in fields(cls)}:
+            raise ValueError("not a record")
+        if not isinstance(values.get("index"), int) or not isinstance(values.get("path"), str):
+            raise ValueError("a record needs an index and a path")  # noqa: TRY004
+        witness = values.get("witness")
+        if witness is not None:
+            values["witness"] = Witness(tuple(witness["masks"]), witness["label"])
+        record = cls(**values)
+        if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
+            raise ValueError("a record needs all three findings")
+        return record
+
+
+@dataclass(frozen=True)
+class Rate:
+    """k of n with the exact (Clopper–Pearson) 95% interval."""
+
+    k: int
+    n: int
+
+    @property
+    def rate(self) -> float:
+        return self.k / self.n if self.n else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        low = float(beta.ppf(0.025, self.k, self.n - self.k + 1)) if self.k else 0.0
+        high = float(beta.ppf(0.975, self.k + 1, self.n - self.k)) if self.k < self.n else 1.0
+        return low, high
+
+    def as_dict(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
+
+
+def rates(records: Iterable[Record]) -> dict[str, Rate]:
+    """The three accuracies of the records that have findings."""
+    good = [r for r in records if r.error is None]
+    return {name: Rate(sum(bool(getattr(r, name)) for r in good), len(good)) for name in ACCURACIES}
+
+
+def summarize(records: Sequence[Record], *, planned: int, available: int, seconds: float) -> dict[str, Any]:
+    """The content of results.json. Partial: not every image of the data set has been looked at."""
+    good = [r for r in records if r.error is None]
+    forwards = sum(r.forwards for r in good)
+    partial = [f"{planned} of {available} images were asked for (--limit)"] if planned < available else []
+    if len(records) < planned:
+        partial.append(f"{len(records)} of {planned} images are done; continue with --resume")
+    if len(good) < len(records):
+        partial.append(f"{len(records) - len(good)} bad images were skipped")
+    return {
+        "schema": SCHEMA,
+        "status": "partial" if partial else "complete",
+        "partial": partial,
+        "images": {"done": len(records), "planned": planned, "available": available, "bad": len(records) - len(good)},
+        **{name: rate.as_dict() for name, rate in rates(records).items()},
+        "cost": {
+            "forwards": forwards,
+            "forwards_per_image": forwards / len(good) if good else 0.0,
+            "seconds": round(seconds, 3),
+        },
+    }
+
+
+class RunFolder:
+    """One run's folder, held by one process at a time; what it has written survives whatever happens next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest_path = path / "manifest.json"
+        self.records_path = path / "records.jsonl"
+        self.results_path = path / "results.json"
+        self._lock: IO[str] | None = None
+
+    @contextlib.contextmanager
+    def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
+        """Begin a run here, or go on with it; yields the manifest in force (the first session's, when resumed)."""
+        _make_folder(self.path)
+        with self._locked():
+            stored = self._stored_manifest()
+            if stored is None:
+                self._refuse_foreign()
+                write_atomically(self.manifest_path, dump_json(manifest))
+            elif not resume:
+                raise InputError(
+                    f"{self.path} already holds a run; continue it with --resume, or choose another --output"
+                )
+            else:
+                refuse_differences(stored, manifest, where=self.path)
+            yield stored or manifest
+
+    def _stored_manifest(self) -> dict[str, Any] | None:
+        return read_json(self.manifest_path) if self.manifest_path.exists() else None
+
+    def _refuse_foreign(self) -> None:
+        if self.records_path.exists():
+            raise InputError(f"{self.path} holds records but no manifest.json; choose another --output")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
+            yield
+
+    def records(self) -> list[Record]:
+        """The finished records. A last line cut short by a kill is removed from the file first."""
+        if not self.records_path.exists():
+            return []
+        self._drop_unfinished_line()
+        records = []
+        for number, line in enumerate(self._lines(), start=1):
+            try:
+                records.append(Record.parse(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise CheckError(
+                    f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
+                    "then continue with --resume"
+                ) from error
+        return records
+
+    def _lines(self) -> list[str]:
+        return self.records_path.read_text("utf-8", errors="replace").split("\n")[:-1]
+
+    def _drop_unfinished_line(self) -> None:
+        with self.records_path.open("r+b") as file:
+            content = file.read()
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+
+    @contextlib.contextmanager
+    def appending(self) -> Iterator[RecordWriter]:
+        with self.records_path.open("a", encoding="utf-8") as file:
+            yield RecordWriter(file)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        write_atomically(self.results_path, dump_json(results))
+
+
+@dataclass(frozen=True)
+class RecordWriter:
+    """Appends records; each call is on disk when it returns."""
+
+    file: IO[str]
+
+    def write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self.file.write(record.line())
+            self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def check_prefix(records: Sequence[Record], indices: Sequence[int], paths: Sequence[str], *, where: Path) -> None:
+    """The records found are the first ones of this run's plan, in its order."""
+    if len(records) > len(indices):
+        raise CheckError(f"{where} holds {len(records)} records, the run has only {len(indices)} images")
+    for number, (record, index, path) in enumerate(zip(records, indices, paths, strict=False), start=1):
+        if (record.index, record.path) != (index, path):
+            raise CheckError(
+                f"{where}: record {number} is about image {record.index} ({record.path}), "
+                f"this run's is {index} ({path}); the folder belongs to another run"
+            )
+
+
+def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
+    """A run goes on only with what it began with; the first difference is named."""
+    if stored.get("schema") != current["schema"]:
+        raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
+    before, now = stored.get("identity") or {}, current["identity"]
+    different = [key for key in now if before.get(key) != now[key]]
+    if different:
+        named = "; ".join(f"{key} was {_short(before.get(key))}, now {_short(now[key])}" for key in different)
+        raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckError(f"{path} cannot be read ({error}); the run folder is damaged") from error
+    if not isinstance(content, dict):
+        raise CheckError(f"{path} holds no JSON object; the run folder is damaged")
+    return content
+
+
+def dump_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """All of it or nothing, also when the machine stops half-way."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create the folder {path}: {error.strerror}") from error

@@ -1,0 +1,49 @@
+"""The words the layers share: what a classifier is, how an image reaches it, and the errors a user can cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Classifier = Callable[[Tensor], Tensor]
+"""[0, 1] images (b c h w) -> logits (b classes). An attribute `fill` (c floats) gives the mask colour, else 0.5."""
+
+Size = tuple[int, int]
+"""(height, width)."""
+
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+class PatchproofError(Exception):
+    """Something a user can put right; the message says how. The command line shows it in one line, no traceback."""
+
+
+class InputError(PatchproofError, ValueError):
+    """A wrong value, name, file or combination of them (exit code 2)."""
+
+
+class CheckError(PatchproofError, RuntimeError):
+    """A check on the classifier, the data or a run folder failed (exit code 1)."""
+
+
+class PatchproofWarning(UserWarning):
+    """Something that does not make a number wrong but that the user should know."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image of any size becomes the network input: resize, then crop the centre.
+
+    `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width);
+    `crop` is the (height, width) cut from the centre, None to keep everything. `antialias` widens the kernel when
+    shrinking, as Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels an axis at any scale.
+    """
+
+    resize: int | Size | None
+    crop: Size | None = None
+    interpolation: Interpolation = "bicubic"
+    antialias: bool = True

@@ -1,0 +1,19 @@
+"""Every test runs with the shapes and types of the annotations checked at each call (jaxtyping + beartype)."""
+
+from __future__ import annotations
+
+from jaxtyping import install_import_hook
+
+install_import_hook("patchproof", "beartype.beartype")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("patchproof")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20230616)

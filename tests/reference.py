@@ -1,0 +1,84 @@
+"""Slow, plain-Python versions of the algorithms, written from the definitions and sharing no code with the package."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from patchproof.geometry import MaskSet, Rect
+
+
+def hide(image: Tensor, rects: Sequence[Rect], fill: Sequence[float]) -> Tensor:
+    """x ⊙ m, one pixel at a time."""
+    masked = image.clone()
+    for rect in rects:
+        for row in range(rect.top, rect.top + rect.height):
+            for column in range(rect.left, rect.left + rect.width):
+                for channel in range(len(masked)):
+                    masked[channel, row, column] = fill[channel]
+    return masked
+
+
+def logits_of(classifier: Callable[[Tensor], Tensor], image: Tensor) -> list[float]:
+    return classifier(image[None])[0].tolist()
+
+
+def argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=lambda i: (values[i], -i))
+
+
+def margin_of(values: Sequence[float], label: int) -> float:
+    return values[label] - max(v for i, v in enumerate(values) if i != label)
+
+
+def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks: MaskSet) -> list[list[list[float]]]:
+    fill = getattr(classifier, "fill", [0.5] * len(image))
+    return [[logits_of(classifier, hide(image, (a, b), fill)) for b in masks.rects] for a in masks.rects]
+
+
+def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
+    """(is every two-mask copy right by at least tau, the smallest margin over all of them)."""
+    cells = [cell for row in table for cell in row]
+    certified = all(argmax(c) == label and margin_of(c, label) >= tau for c in cells)
+    return certified, min(margin_of(c, label) for c in cells)
+
+
+def predict(first: Sequence[int], second: Callable[[int], Sequence[int]]) -> int:
+    """Algorithm 1: the first disagreeing copy, in mask order, that its second round confirms; else the majority."""
+    votes = Counter(first)
+    majority = min(label for label, count in votes.items() if count == max(votes.values()))
+    for mask, label in enumerate(first):
+        if label != majority and all(other == label for other in second(mask)):
+            return label
+    return majority
+
+
+def predict_as_printed(first: Sequence[int], second: Callable[[int], Sequence[int]]) -> int:
+    """The paper's wording taken literally ("none or more than one disagreed case → majority"): unsound."""
+    votes = Counter(first)
+    majority = min(label for label, count in votes.items() if count == max(votes.values()))
+    confirmed = [own for m, own in enumerate(first) if own != majority and all(o == own for o in second(m))]
+    return confirmed[0] if len(confirmed) == 1 else majority
+
+
+def all_patches(image_size: tuple[int, int], patch: tuple[int, int]) -> list[Rect]:
+    rows, columns = image_size[0] - patch[0] + 1, image_size[1] - patch[1] + 1
+    return [Rect(r, c, *patch) for r in range(rows) for c in range(columns)]
+
+
+class ExactClassifier:
+    """Integer weights on quarter-valued pixels: float32 arithmetic without rounding, so equal means equal."""
+
+    def __init__(self, image_size: tuple[int, int], classes: int, generator: torch.Generator, channels: int = 2):
+        shape = (classes, channels, *image_size)
+        self.weight = torch.randint(-3, 4, shape, generator=generator).float()
+        self.bias = torch.randint(-4, 5, (classes,), generator=generator).float()
+        self.fill = (0.25, 0.75)[:channels]
+        self.calls = 0
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.calls += len(images)
+        return torch.einsum("bchw,kchw->bk", images, self.weight) + self.bias
