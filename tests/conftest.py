@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import install_import_hook
 
-install_import_hook("patchproof", "beartype.beartype")
+install_import_hook("patchproof", "typecheck.checked")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

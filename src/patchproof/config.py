@@ -22,8 +22,8 @@ Switch = Annotated[bool, Parameter(negative=())]
 class ModelConfig:
     """Which classifier, on which device, against which patch."""
 
-    model: str = "small"
-    """Any timm name, `small`, or `file.py:factory` for a module of your own."""
+    model: str | None = None
+    """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's, or `small`."""
     weights: str = "random"
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, or `random`."""
     patch: str = "3%"
@@ -84,6 +84,22 @@ class PredictConfig(ModelConfig):
 
     json: Switch = False
     """One JSON object a line instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """`patchproof demo`."""
+
+    output: Path | None = None
+    """Folder for everything the demo makes; default: runs/demo, or the next free number."""
+    epochs: int = 12
+    """Passes over the 5,000 training images."""
+    seed: int = 0
+    """For the first weights, the order of the images and the masks."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
 
 
 def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from scipy.stats import beta
 
@@ -124,7 +124,6 @@ class RunFolder:
         self.manifest_path = path / "manifest.json"
         self.records_path = path / "records.jsonl"
         self.results_path = path / "results.json"
-        self._lock: IO[str] | None = None
 
     @contextlib.contextmanager
     def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
@@ -184,26 +183,19 @@ class RunFolder:
             if content and not content.endswith(b"\n"):
                 file.truncate(content.rfind(b"\n") + 1)
 
-    @contextlib.contextmanager
-    def appending(self) -> Iterator[RecordWriter]:
+    def append(self, records: Iterable[Record]) -> None:
+        """Add records; they are on disk when this returns."""
         with self.records_path.open("a", encoding="utf-8") as file:
-            yield RecordWriter(file)
+            file.writelines(record.line() for record in records)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def results(self) -> dict[str, Any] | None:
+        """results.json, if an earlier session got to write it."""
+        return read_json(self.results_path) if self.results_path.exists() else None
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomically(self.results_path, dump_json(results))
-
-
-@dataclass(frozen=True)
-class RecordWriter:
-    """Appends records; each call is on disk when it returns."""
-
-    file: IO[str]
-
-    def write(self, records: Iterable[Record]) -> None:
-        for record in records:
-            self.file.write(record.line())
-            self.file.flush()
-        os.fsync(self.file.fileno())
 
 
 def check_prefix(records: Sequence[Record], indices: Sequence[int], paths: Sequence[str], *, where: Path) -> None:

@@ -1,0 +1,77 @@
+"""The command line: parses, calls the library, shows what it yields. Wrong input is one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cyclopts import App, CycloptsError
+from cyclopts.config import Dict
+from rich.console import Console
+from rich.markup import escape
+
+from patchproof import __version__
+from patchproof.cli.certify import certify
+from patchproof.cli.demo import demo
+from patchproof.cli.doctor import doctor
+from patchproof.cli.ls import ls
+from patchproof.cli.predict import predict
+from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, find_config_flag, read_config_file
+from patchproof.types import CheckError, InputError, PatchproofError
+
+CONFIGS: dict[str, type[Any]] = {"certify": CertifyConfig, "predict": PredictConfig, "demo": DemoConfig}
+
+
+def build_app() -> App:
+    app = App(
+        name="patchproof",
+        version=__version__,
+        help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
+    )
+    for command in (demo, certify, predict, ls, doctor):
+        app.command(command)
+    return app
+
+
+def run(tokens: Sequence[str]) -> int:
+    """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage."""
+    try:
+        return _call(list(tokens)) or 0
+    except CycloptsError as error:
+        return _complain(str(error), code=2)
+    except PatchproofError as error:
+        return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted; what was finished is on disk, continue with --resume", code=1)
+    except torch.OutOfMemoryError:
+        return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
+    except BrokenPipeError:
+        return 1
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _complain(f"{error.strerror or error}{where}; what was finished is on disk", code=1)
+
+
+def _call(tokens: list[str]) -> int | None:
+    app = build_app()
+    path = find_config_flag(tokens)
+    if path is not None and tokens and tokens[0] in CONFIGS:
+        values = read_config_file(path, CONFIGS[tokens[0]])
+        app.config = (Dict(values, use_commands_as_keys=False, source=str(path)),)
+    result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    return result if isinstance(result, int) else None
+
+
+def _complain(message: str, *, code: int) -> int:
+    one_line = " ".join(message.split())
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {escape(one_line)}")
+    return code
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+__all__ = ["CheckError", "build_app", "main", "run"]

@@ -1,0 +1,148 @@
+"""From settings to the things they name: device, classifier, data, threat, masks, defence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from patchproof.checks import Drift, check_classifier
+from patchproof.config import DataConfig, ModelConfig, parse_batch_size, parse_patches, parse_size
+from patchproof.data import ImageSource, default_preprocessing, iterate_batches, open_dataset
+from patchproof.defenses import PatchCleanser
+from patchproof.evaluation import as_images
+from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
+from patchproof.masking import Engine
+from patchproof.models import ImageClassifier, is_checkpoint, load_checkpoint, load_classifier
+from patchproof.types import InputError, Preprocessing, Size
+
+CHECKED_IMAGES = 8
+"""How many images τ is measured on; each is seen clean and masked."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device asked for, if this machine has it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device must be cpu, cuda, cuda:1, mps or auto, not `{name}`") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise InputError("--device mps: this machine has no MPS device; try --device cpu")
+    return device
+
+
+def choose_chunk(asked: str, image_size: Size, device: torch.device) -> int:
+    """As many copies as keep the device busy without much memory: fewer when images are larger."""
+    exact = parse_batch_size(asked)
+    if exact is not None:
+        return exact
+    budget, most = (2_500_000, 512) if device.type == "cpu" else (40_000_000, 2048)
+    return max(1, min(most, budget // (3 * image_size[0] * image_size[1])))
+
+
+def open_classifier(
+    config: ModelConfig, *, num_classes: int | None, class_names: Sequence[str] | None
+) -> ImageClassifier:
+    """The classifier of --model and --weights, at --image-size if given."""
+    size = parse_size(config.image_size, what="--image-size") if config.image_size else None
+    if config.model is None and is_checkpoint(config.weights):
+        return load_checkpoint(Path(config.weights), input_size=size)
+    fresh = config.weights == "random"
+    return load_classifier(
+        config.model or "small",
+        config.weights,
+        num_classes=num_classes if fresh else None,
+        class_names=class_names if fresh else None,
+        input_size=size,
+        seed=config.seed,
+    )
+
+
+def open_source(config: DataConfig) -> ImageSource:
+    return open_dataset(config.dataset, data_dir=config.data_dir, split=config.split, download=config.download)
+
+
+def choose_preprocessing(classifier: ImageClassifier, *, low_resolution: bool) -> Preprocessing:
+    return default_preprocessing(
+        low_resolution,
+        classifier.input_size,
+        interpolation=classifier.interpolation,
+        crop_pct=classifier.crop_pct,
+    )
+
+
+def choose_threat(
+    config: ModelConfig, preprocessing: Preprocessing, input_size: Size, native: set[Size]
+) -> PatchThreat:
+    """𝓡 at the network input: as given, or as the footprint of a patch on images of the `native` sizes."""
+    if config.threat_space == "input":
+        return PatchThreat(input_size, parse_patches(config.patch, input_size))
+    threats = [
+        native_threat(native_size=size, patch_sizes=parse_patches(config.patch, size), preprocessing=preprocessing)
+        for size in sorted(native)
+    ]
+    return PatchThreat(input_size, tuple(sorted({size for threat in threats for size in threat.patch_sizes})))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a certificate depends on."""
+
+    classifier: ImageClassifier
+    preprocessing: Preprocessing
+    threat: PatchThreat
+    masks: MaskSet
+    engine: Engine
+    device: torch.device
+    exhaustive: bool = False
+
+    @property
+    def defense(self) -> PatchCleanser:
+        return PatchCleanser(self.classifier, self.masks, self.threat, engine=self.engine, exhaustive=self.exhaustive)
+
+    def with_tau(self, *, tau: float, tau_fp32: float) -> Setup:
+        return replace(self, engine=replace(self.engine, tau=tau, tau_fp32=tau_fp32))
+
+
+def prepare(
+    config: ModelConfig,
+    classifier: ImageClassifier,
+    *,
+    low_resolution: bool,
+    native_sizes: set[Size],
+    exhaustive: bool = False,
+) -> Setup:
+    device = choose_device(config.device)
+    preprocessing = choose_preprocessing(classifier, low_resolution=low_resolution)
+    threat = choose_threat(config, preprocessing, classifier.input_size, native_sizes)
+    engine = Engine(choose_chunk(config.batch_size, classifier.input_size, device), config.precision)
+    masks = covering_masks(threat, per_axis=config.masks)
+    return Setup(classifier.to(device), preprocessing, threat, masks, engine, device, exhaustive)
+
+
+def checked(setup: Setup, pixels: torch.Tensor) -> tuple[Setup, Drift]:
+    """Refuse a classifier no certificate can be about, and measure τ on these images."""
+    engine, drift = check_classifier(
+        setup.classifier,
+        as_images(pixels, setup.device),
+        setup.masks,
+        num_classes=setup.classifier.num_classes,
+        engine=setup.engine,
+    )
+    return replace(setup, engine=engine), drift
+
+
+def sample_pixels(source: ImageSource, preprocessing: Preprocessing, indices: Sequence[int]) -> torch.Tensor:
+    """A few readable images of the run, to check the classifier on."""
+    for batch in iterate_batches(source, preprocessing, indices, batch_size=CHECKED_IMAGES, skip_bad=True):
+        if len(batch.images):
+            return batch.images
+    raise InputError(f"none of the {len(indices)} images of {source.name} can be read")

@@ -1,0 +1,91 @@
+"""How results look in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from patchproof.records import ACCURACIES, Rate, Record, rates
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.1f}%"
+
+
+def interval_text(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{percent(low)} – {percent(high)}"
+
+
+class RunProgress:
+    """A bar with time left and the three accuracies so far; without a terminal, a line now and then."""
+
+    def __init__(self, console: Console, *, total: int, records: Sequence[Record]) -> None:
+        self.console, self.total = console, total
+        self.counts = {name: rate.k for name, rate in rates(records).items()}
+        self.good, self.done = sum(r.error is None for r in records), len(records)
+        self.last_line = time.monotonic()
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[rates]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("certify", total=total, completed=self.done, rates="")
+
+    def add(self, records: Sequence[Record]) -> None:
+        for name in ACCURACIES:
+            self.counts[name] += sum(bool(getattr(r, name)) for r in records)
+        self.good += sum(r.error is None for r in records)
+        self.done += len(records)
+        self.bar.update(self.task, completed=self.done, rates=self._text())
+        self._line_if_due()
+
+    def _text(self) -> str:
+        return " · ".join(f"{name} {percent(self.counts[name] / max(1, self.good))}" for name in ACCURACIES)
+
+    def _line_if_due(self) -> None:
+        if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            self.console.print(f"{self.done}/{self.total}  {self._text()}")
+            self.last_line = time.monotonic()
+
+
+@contextmanager
+def run_progress(console: Console, *, total: int, records: Sequence[Record]) -> Iterator[RunProgress]:
+    progress = RunProgress(console, total=total, records=records)
+    with progress.bar:
+        yield progress
+
+
+MEANING = {
+    "undefended": "the classifier alone, clean images",
+    "defended": "with double masking, clean images",
+    "certified": "provably right under any such patch",
+}
+
+
+def results_table(results: Mapping[str, Any], *, title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("accuracy")
+    for name in ("images", "rate", "95% interval"):
+        table.add_column(name, justify="right")
+    table.add_column("what it counts", style="dim")
+    for name in ACCURACIES:
+        rate = Rate(results[name]["k"], results[name]["n"])
+        style = "bold green" if name == "certified" else None
+        counts = f"{rate.k} of {rate.n}"
+        table.add_row(name, counts, percent(rate.rate), interval_text(rate), MEANING[name], style=style)
+    return table

@@ -1,0 +1,147 @@
+"""Masked evaluation: what the classifier sees, in which chunks, and when a label counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import patchproof as pp
+import reference
+from patchproof.masking import (
+    Copies,
+    TwoMaskTable,
+    clean_labels,
+    evaluate_copies,
+    fill_colour,
+    forward,
+    label_margin,
+    top_two,
+)
+
+
+class Chunks:
+    """Remembers the size of every batch it was given."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    def __call__(self, images):
+        self.sizes.append(len(images))
+        return images.flatten(1)[:, :3]
+
+
+@pytest.fixture
+def masks():
+    return pp.covering_masks(pp.PatchThreat.square(image_size=(9, 9), pixels=2), per_axis=3)
+
+
+def test_the_classifier_sees_exactly_the_pixels_the_masks_leave(masks, generator):
+    images = torch.rand(2, 2, 9, 9, generator=generator)
+    seen = []
+
+    class Camera:
+        fill = (0.25, 0.75)
+
+        def __call__(self, batch):
+            seen.append(batch)
+            return batch.flatten(1)[:, :2]
+
+    copies = Copies(torch.tensor([0, 1, 1]), torch.tensor([0, 4, 8]), torch.tensor([0, 2, 8]))
+    evaluate_copies(Camera(), images, masks.keep(), copies, lambda logits, _: logits, chunk=2)
+    for copy, image, a, b in zip(torch.cat(seen), *(t.tolist() for t in copies), strict=True):
+        assert torch.equal(copy, reference.hide(images[image], (masks.rects[a], masks.rects[b]), Camera.fill))
+
+
+@given(st.integers(1, 60))
+def test_no_forward_pass_is_larger_than_the_chunk(chunk):
+    masks = pp.covering_masks(pp.PatchThreat.square(image_size=(9, 9), pixels=2), per_axis=3)
+    classifier = Chunks()
+    pp.two_mask_labels(classifier, torch.zeros(3, 1, 9, 9), masks, engine=pp.Engine(chunk=chunk))
+    assert max(classifier.sizes) <= chunk
+    assert sum(classifier.sizes) == 3 * len(masks.unions)
+    assert all(size == chunk for size in classifier.sizes[:-1])
+
+
+def test_the_fill_is_the_classifiers_own_and_grey_without_one(masks):
+    images = torch.zeros(1, 3, 9, 9)
+    with_fill = type("WithFill", (), {"fill": (0.1, 0.2, 0.3), "__call__": lambda self, x: x})()
+    assert fill_colour(with_fill, images).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert fill_colour(lambda x: x, images).flatten().tolist() == [0.5, 0.5, 0.5]
+    with pytest.raises(ValueError, match="fill has 3 channels, the images have 1"):
+        fill_colour(with_fill, images[:, :1])
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=4, max_size=4), min_size=1, max_size=5), st.integers(0, 3))
+def test_label_gap_and_margin_equal_their_definitions_ties_included(rows, label):
+    logits = torch.tensor(rows, dtype=torch.float32)
+    labels, gaps = top_two(logits)
+    margins = label_margin(logits, torch.full((len(rows),), label))
+    for row, found, gap, margin in zip(rows, labels.tolist(), gaps.tolist(), margins.tolist(), strict=True):
+        assert found == reference.argmax(row)
+        assert gap == reference.margin_of(row, found)
+        assert margin == reference.margin_of(row, label)
+
+
+def test_a_classifier_in_training_mode_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(pp.types.CheckError, match="training mode"):
+        forward(model, torch.zeros(1, 1, 2, 2))
+
+
+def test_evaluation_leaves_no_graph_and_the_global_arithmetic_as_it_was():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    for precision in ("fp32", "tf32", "bf16"):
+        logits = forward(model, torch.zeros(1, 1, 2, 2), precision=precision)
+        assert not logits.requires_grad
+        assert logits.dtype == torch.float32
+    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+
+
+class Wobbly:
+    """Says 1 in fast arithmetic and 0 in float32, by a lead of `lead`."""
+
+    def __init__(self, lead: float):
+        self.lead = lead
+
+    def __call__(self, images):
+        fast = torch.is_autocast_enabled("cpu")
+        return torch.tensor([[0.0, self.lead] if fast else [self.lead, 0.0]]).expand(len(images), -1)
+
+
+@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.05, 0, 2)])
+def test_a_fast_label_within_tau_is_decided_again_in_float32(masks, lead, label, passes):
+    engine = pp.Engine(precision="bf16", tau=0.1)
+    images = torch.zeros(2, 1, 9, 9)
+    table = TwoMaskTable(Wobbly(lead), images, masks, engine=engine)
+    assert table.one_mask_labels().unique().tolist() == [label]
+    assert table.forwards.tolist() == [passes * 9] * 2
+    assert clean_labels(Wobbly(lead), images, engine=engine).tolist() == [label] * 2
+
+
+def test_a_lead_below_the_float32_tau_certifies_nothing(masks):
+    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
+    images, labels = torch.zeros(1, 1, 9, 9), torch.zeros(1, dtype=torch.int64)
+    for tau, certified in ((0.04, True), (0.06, False)):
+        engine = pp.Engine(tau_fp32=tau)
+        assert (
+            bool(pp.PatchCleanser(Wobbly(0.05), masks, threat, engine=engine).certify(images, labels).certified)
+            is certified
+        )
+
+
+def test_wrong_engine_settings_are_refused():
+    with pytest.raises(ValueError, match="at least one masked copy, not 0"):
+        pp.Engine(chunk=0)
+    with pytest.raises(ValueError, match="cannot be negative"):
+        pp.Engine(tau_fp32=-1.0)
+    with pytest.raises(ValueError, match="cannot be negative"):
+        pp.Engine(tau=float("nan"))
+
+
+def test_a_certificate_without_a_label_is_refused(masks):
+    with pytest.raises(ValueError, match="a certificate is about a label"):
+        TwoMaskTable(lambda x: x.flatten(1), torch.zeros(1, 1, 9, 9), masks).right()
