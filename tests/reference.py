@@ -82,3 +82,40 @@ class ExactClassifier:
     def __call__(self, images: Tensor) -> Tensor:
         self.calls += len(images)
         return torch.einsum("bchw,kchw->bk", images, self.weight) + self.bias
+
+
+def cross_entropy(values: Sequence[float], label: int) -> float:
+    return float(torch.nn.functional.cross_entropy(torch.tensor([values]), torch.tensor([label])))
+
+
+def _argmax_first(losses: Sequence[float]) -> int:
+    return max(range(len(losses)), key=lambda i: (losses[i], -i))
+
+
+def greedy(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
+    """Worst first mask; worst second one among the others."""
+    first = masks.rects[_argmax_first([loss([m]) for m in masks.rects])]
+    others = [m for m in masks.rects if m != first]
+    return first, others[_argmax_first([loss([first, m]) for m in others])]
+
+
+def grid(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
+    """Worst of all unordered pairs."""
+    pairs = [(a, b) for i, a in enumerate(masks.rects) for b in masks.rects[i:]]
+    return pairs[_argmax_first([loss(pair) for pair in pairs])]
+
+
+def multi_size_greedy(
+    loss: Callable[[Sequence[Rect]], float], coarse: MaskSet, fine: MaskSet
+) -> tuple[tuple[Rect, Rect], tuple[Rect, Rect]]:
+    """Algorithm A1, every loss computed anew, `loss` read as the running maximum it was meant to be."""
+
+    def worst_child(parent: Rect, given: Sequence[Rect]) -> Rect:
+        children = [fine.rects[i] for i in fine.children(parent)]
+        return children[_argmax_first([loss([*given, c]) for c in children])]
+
+    big1 = coarse.rects[_argmax_first([loss([m]) for m in coarse.rects])]
+    small1 = worst_child(big1, [])
+    big2 = coarse.rects[_argmax_first([loss([small1, m]) for m in coarse.rects])]
+    small2 = worst_child(big2, [small1])
+    return (big1, big2), (small1, small2)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import InputError, Interpolation, Preprocessing, Size
 
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
@@ -330,20 +330,49 @@ def _influences(native_size: Size, preprocessing: Preprocessing) -> tuple[np.nda
 
 
 def _axis_influence(native: int, resized: int, preprocessing: Preprocessing) -> np.ndarray:
-    """[x, i]: does native pixel i have a weight in resized pixel x? In integers, so without rounding.
-
-    Resized pixel x is centred on native coordinate (x + ½)·native/resized − ½; d below is the distance to i times
-    2·resized, and `unit` the kernel's unit of length on that scale.
-    """
-    x = 2 * np.arange(resized, dtype=np.int64)[:, None] + 1
-    i = np.arange(native, dtype=np.int64)
+    """[x, i]: does native pixel i have a weight in resized pixel x?"""
+    if native == resized:
+        return np.eye(native, dtype=bool)
     if preprocessing.interpolation == "nearest":
-        return (x * native) // (2 * resized) == i
-    d = np.abs((2 * i + 1) * resized - x * native)
-    unit = 2 * (max(native, resized) if preprocessing.antialias else resized)
-    if preprocessing.interpolation == "bilinear":
-        return d < unit
-    return (d < 2 * unit) & (d != unit)  # the cubic kernel is zero at distance 1
+        return nearest_sources(native, resized)[:, None] == np.arange(native)
+    if not preprocessing.antialias:
+        return resize_weights(native, resized, preprocessing.interpolation) != 0
+    # Pillow's kernels. It rounds weights to 22 bits, so that one that should be zero is.
+    d, unit = _distances(np.arange(native), native, resized), 2 * max(native, resized)
+    return d < unit if preprocessing.interpolation == "bilinear" else (d < 2 * unit) & (d != unit)
+
+
+def _distances(i: np.ndarray, native: int, resized: int) -> np.ndarray:
+    """[x, i]: distance between resized pixel x and native pixel i in units of 1/(2·resized) native pixels: integers.
+
+    Resized pixel x is centred on native coordinate (x + ½)·native/resized − ½.
+    """
+    x = np.arange(resized, dtype=np.int64)[:, None]
+    return np.abs((2 * i.astype(np.int64) + 1) * resized - (2 * x + 1) * native)
+
+
+def nearest_sources(native: int, resized: int) -> np.ndarray:
+    """The native pixel that each resized pixel copies, ⌊(x + ½)·native/resized⌋, in integers."""
+    return ((2 * np.arange(resized, dtype=np.int64) + 1) * native) // (2 * resized)
+
+
+def resize_weights(native: int, resized: int, interpolation: Interpolation) -> np.ndarray:
+    """[x, i]: weight of native pixel i in resized pixel x without antialiasing; zero weights are exactly zero.
+
+    The usual kernels (torch's: cubic with a = −¾, the rim repeated). Distances are integers until the kernel is
+    evaluated, so the pixels a native patch can change are known without rounding.
+    """
+    taps = np.arange(-2, native + 2)
+    d = _distances(taps, native, resized) / (2 * resized)
+    if interpolation == "bilinear":
+        weights = np.where(d < 1, 1 - d, 0.0)
+    else:
+        near, far = (1.25 * d - 2.25) * d * d + 1, ((-0.75 * d + 3.75) * d - 6) * d + 3
+        weights = np.where(d < 1, near, np.where((d > 1) & (d < 2), far, 0.0))
+    inner = weights[:, 2:-2].copy()
+    inner[:, 0] += weights[:, :2].sum(axis=1)
+    inner[:, -1] += weights[:, -2:].sum(axis=1)
+    return inner
 
 
 def _longest_reach(influence: np.ndarray, patch: int) -> int:

@@ -71,6 +71,20 @@ def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
+@contextmanager
+def evaluating(classifier: Classifier) -> Iterator[None]:
+    """In eval mode here, and afterwards every module in the mode it was in."""
+    modules = list(classifier.modules()) if isinstance(classifier, nn.Module) else []
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
 def forward(
     classifier: Classifier, images: Float[Tensor, "b c h w"], *, precision: Precision = "fp32"
 ) -> Float[Tensor, "b classes"]:

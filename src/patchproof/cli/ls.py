@@ -34,7 +34,7 @@ def ls(what: Literal["models", "datasets", "strategies", "runs"] = "runs", patte
     elif what == "datasets":
         console.print(_two_columns("data set", {name: known.description for name, known in DATASETS.items()}))
     elif what == "strategies":
-        console.print(_two_columns("strategy", STRATEGIES))
+        console.print(_two_columns("strategy", {name: entry.words for name, entry in STRATEGIES.items()}))
     else:
         console.print(runs_table(Path(pattern or "runs")))
     return 0

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from patchproof.cli._setup import Setup, checked, open_classifier, prepare
 from patchproof.config import PredictConfig
-from patchproof.data import IMAGE_SUFFIXES, BadImageError, decode, preprocess
+from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
 from patchproof.evaluation import as_images
 from patchproof.models import ImageClassifier
 from patchproof.types import InputError, Size
@@ -64,9 +64,9 @@ def image_files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         raise InputError(f"no such image or folder: {path}")
     found = [Path(root) / name for root, _, names in os.walk(path) for name in names]
-    files = sorted((f for f in found if f.suffix.lower() in IMAGE_SUFFIXES), key=os.fsencode)
+    files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
     if not files:
-        raise InputError(f"{path} holds no images ({', '.join(sorted(IMAGE_SUFFIXES))})")
+        raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
     yield from files
 
 

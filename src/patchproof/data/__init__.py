@@ -1,0 +1,29 @@
+"""Images and labels: where they lie, how a file becomes RGB pixels, and how pixels become batches."""
+
+from __future__ import annotations
+
+from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
+from patchproof.data._folders import EXTENSIONS
+from patchproof.data._loading import BadImage, Batch, iterate_batches, spread_indices
+from patchproof.data._named import DATASETS, DEFAULT_DATA_DIR, open_dataset
+from patchproof.data._preprocess import default_preprocessing, preprocess
+from patchproof.data._sources import ArraySource, FolderSource, ImageSource
+
+__all__ = [
+    "DATASETS",
+    "DEFAULT_DATA_DIR",
+    "EXTENSIONS",
+    "MAX_PIXELS",
+    "ArraySource",
+    "BadImage",
+    "BadImageError",
+    "Batch",
+    "FolderSource",
+    "ImageSource",
+    "decode",
+    "default_preprocessing",
+    "iterate_batches",
+    "open_dataset",
+    "preprocess",
+    "spread_indices",
+]

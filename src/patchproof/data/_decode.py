@@ -1,0 +1,131 @@
+"""Any image file as 8-bit RGB, or a BadImageError that names it."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer, UInt8
+from PIL import Image, UnidentifiedImageError
+
+from patchproof.types import CheckError, Size
+
+File = str | os.PathLike[str] | io.BytesIO | io.BufferedReader
+
+MAX_PIXELS = 178_000_000
+"""Images with more pixels are refused unread; just below the limit at which Pillow itself refuses them."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What may be decoded, whatever a file's name says. Pillow knows more formats; its EPS reader starts other programs."""
+
+# Pillow's readers raise whatever their parser trips over in a damaged file.
+_FAILURES = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+class BadImageError(CheckError):
+    """`path` holds no image that can be used, because of `reason`."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        # repr: a name may hold line breaks or bytes that are not text, the message stays one printable line
+        return f"cannot use image {self.path!r}: {self.reason}; repair or remove the file, or skip bad images"
+
+
+def decode(file: File) -> Image.Image:
+    """The image's first frame as 8-bit RGB; every failure is a BadImageError.
+
+    Alpha and transparent colours are composited over white; 16-bit grey is scaled by 1/257; CMYK is converted
+    without a colour profile. The EXIF orientation is not applied, as in torchvision's and timm's pipelines.
+    """
+    with _opened(file) as image:
+        image.load()
+        return _to_rgb(image)
+
+
+def header_size(file: File) -> Size:
+    """(height, width) from the header alone."""
+    with _opened(file) as image:
+        return image.height, image.width
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[Image.Image]:
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise Image.DecompressionBombError
+            yield image
+    except _FAILURES as error:
+        raise BadImageError(_name(file), _reason(error, file)) from error
+
+
+def _name(file: File) -> str:
+    return os.fspath(file) if isinstance(file, (str, os.PathLike)) else str(getattr(file, "name", "<stream>"))
+
+
+def _reason(error: Exception, file: File) -> str:
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it has more than the {MAX_PIXELS:,} pixels allowed, so it may be a decompression bomb"
+    if isinstance(error, UnidentifiedImageError):
+        known = f"not an image, or its header is damaged (known formats: {', '.join(FORMATS)})"
+        return "the file is empty" if _is_empty(file) else known
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_empty(file: File) -> bool:
+    return isinstance(file, (str, os.PathLike)) and Path(file).stat().st_size == 0
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        return Image.fromarray(_levels_of_float(np.asarray(image))).convert("RGB")
+    if image.mode.startswith("I"):
+        key = image.info.get("transparency")
+        return Image.fromarray(_levels_of_16_bit(np.asarray(image), transparent=key)).convert("RGB")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _levels_of_16_bit(
+    levels: Integer[np.ndarray, "h w"], *, transparent: int | None = None
+) -> UInt8[np.ndarray, "h w"]:
+    """round(v / 257): 0…65535 onto 0…255, where Pillow's own convert makes everything above 255 white."""
+    wide = levels.astype(np.int64)
+    if wide.min() < 0 or wide.max() > 65535:
+        raise ValueError(f"grey levels from {wide.min()} to {wide.max()}, expected 0 to 65535; save it with 16 bits")
+    narrow = ((wide + 128) // 257).astype(np.uint8)
+    return narrow if transparent is None else np.where(wide == transparent, np.uint8(255), narrow)
+
+
+def _levels_of_float(levels: np.ndarray) -> UInt8[np.ndarray, "h w"]:
+    """Levels within [0, 1] are shares of white, others within [0, 255] are taken as they are."""
+    low, high = float(levels.min()), float(levels.max())
+    if not (low >= 0 and high <= 255):  # NaN fails both
+        raise ValueError(f"grey levels from {low:g} to {high:g}, expected 0 to 1 or 0 to 255; save it with 8 bits")
+    return np.rint(levels * 255 if high <= 1 else levels).astype(np.uint8)

@@ -1,0 +1,87 @@
+"""An RGB image of any size as the network input, in 8 bits."""
+
+from __future__ import annotations
+
+from math import floor
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+
+from patchproof.data._decode import MAX_PIXELS
+from patchproof.data._sources import ImageSource
+from patchproof.geometry import nearest_sources, placement, resize_weights
+from patchproof.types import InputError, Interpolation, Preprocessing, Size
+
+_PILLOW_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+
+
+def preprocess(image: Image.Image, preprocessing: Preprocessing) -> UInt8[Tensor, "3 h w"]:
+    """Resize, then crop, as `geometry.placement` says.
+
+    Pillow resizes where `antialias` is set. Otherwise, and for "nearest", the tables of `geometry` do: torch's kernels,
+    with weights whose zeros are exact, so that no pixel outside a native patch's footprint can move. The bicubic
+    kernels differ (Pillow a = −0.5, torch −0.75), as they do in the pipelines built on either.
+    """
+    place = placement(preprocessing, (image.height, image.width))
+    pixels = _resize(image, place.resized, preprocessing)
+    rows = slice(place.top, place.top + place.size[0])
+    columns = slice(place.left, place.left + place.size[1])
+    return pixels[:, rows, columns].contiguous()
+
+
+def default_preprocessing(
+    source: ImageSource | bool,
+    input_size: Size,
+    *,
+    interpolation: Interpolation = "bicubic",
+    crop_pct: float = 0.875,
+) -> Preprocessing:
+    """Low-resolution images whole to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
+
+    `source` is an image source, or whether the images are of low resolution; `side` is the shorter of `input_size`.
+    """
+    if not 0 < crop_pct <= 1:
+        raise InputError(f"crop_pct is the share of the shorter side that is kept, 0 < crop_pct <= 1, not {crop_pct:g}")
+    low_resolution = source if isinstance(source, bool) else source.low_resolution
+    if low_resolution:
+        return Preprocessing(resize=input_size, crop=None, interpolation=interpolation)
+    return Preprocessing(floor(min(input_size) / crop_pct), crop=input_size, interpolation=interpolation)
+
+
+def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[Tensor, "3 h w"]:
+    _check_pixels(size)
+    if (image.height, image.width) == size:
+        return _tensor(image)
+    if preprocessing.interpolation == "nearest":
+        rows, columns = (nearest_sources(*lengths) for lengths in zip((image.height, image.width), size, strict=True))
+        return _tensor(image)[:, torch.from_numpy(rows)[:, None], torch.from_numpy(columns)]
+    if preprocessing.antialias:
+        return _tensor(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
+    return _resize_by_weights(_tensor(image), size, preprocessing.interpolation)
+
+
+def _resize_by_weights(
+    pixels: UInt8[Tensor, "3 h w"], size: Size, interpolation: Interpolation
+) -> UInt8[Tensor, "3 h2 w2"]:
+    rows, columns = (
+        torch.from_numpy(resize_weights(*lengths, interpolation))
+        for lengths in zip(pixels.shape[1:], size, strict=True)
+    )
+    resized = rows @ pixels.double() @ columns.T
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def _check_pixels(size: Size) -> None:
+    """A sliver such as 1×60000 stays within any file limit but has billions of pixels once its short side is 256."""
+    if size[0] * size[1] > MAX_PIXELS:
+        raise InputError(f"resizing makes it {size[0]}×{size[1]}, more than {MAX_PIXELS:,} pixels; crop it first")
+
+
+def _tensor(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,0 +1,110 @@
+"""Grad-CAM (Selvaraju et al. 2017): where in an image the evidence for a label lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+from patchproof.types import Classifier, InputError
+
+_SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def grad_cam(
+    classifier: Classifier,
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, "b"],
+    *,
+    layer: nn.Module | None = None,
+) -> Float[Tensor, "b h w"]:
+    """relu(Σ_c ᾱ_c A_c), ᾱ_c the mean of ∂logit_y/∂A_c over positions, enlarged to the image.
+
+    A is the output of `layer`; by default the last feature map of a convolutional network, or the normalised tokens
+    that enter the last block of a ViT (after that block only the class token still counts).
+    """
+    if not isinstance(classifier, nn.Module):
+        raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
+    layer = layer or salient_layer(classifier, images[:1])
+    with torch.no_grad(), _output_of(layer) as captured:
+        logits = classifier(images)
+        (activations,) = captured
+        (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
+    grid = _as_grid(classifier, activations.detach().float()), _as_grid(classifier, gradients.float())
+    weights = grid[1].mean(dim=(2, 3), keepdim=True)
+    salience = (weights * grid[0]).sum(dim=1, keepdim=True).relu()
+    size = (int(images.shape[2]), int(images.shape[3]))
+    return functional.interpolate(salience, size=size, mode="bilinear", align_corners=False)[:, 0]
+
+
+@contextmanager
+def _output_of(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """The layer's outputs during the block; gradients are recorded from there on, and no hook is left behind."""
+    captured: list[Tensor] = []
+
+    def begin_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        captured.append(output.detach().requires_grad_())
+        torch.set_grad_enabled(True)  # until the caller's no_grad block ends; what lies before the layer costs nothing
+        return captured[-1].clone()  # a copy, since the next module may work in place
+
+    handle = layer.register_forward_hook(begin_graph)
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.Module:
+    """The layer Grad-CAM looks at: found once by running `probe` through, then remembered."""
+    blocks = _transformer_blocks(classifier)
+    if blocks is not None:
+        return blocks[-1].norm1  # type: ignore[return-value]
+    if classifier not in _SALIENT_LAYERS:
+        _SALIENT_LAYERS[classifier] = _last_feature_map(classifier, probe)
+    return classifier.get_submodule(_SALIENT_LAYERS[classifier])
+
+
+def _transformer_blocks(classifier: nn.Module) -> nn.Sequential | None:
+    for module in classifier.modules():
+        if hasattr(module, "patch_embed") and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
+            return module.blocks  # type: ignore[return-value]
+    return None
+
+
+def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
+    """Name of the last module to run whose output is a map (b c h w) of more than one position."""
+    seen: list[str] = []
+
+    def note(name: str, output: object) -> None:
+        if isinstance(output, Tensor) and output.ndim == 4 and output.shape[2] * output.shape[3] > 1:
+            seen.append(name)
+
+    handles = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: note(name, output))
+        for name, module in classifier.named_modules()
+        if name
+    ]
+    try:
+        with torch.no_grad():
+            classifier(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen:
+        raise InputError(f"{type(classifier).__name__} has no feature map that Grad-CAM could look at; pass `layer`")
+    return seen[-1]
+
+
+def _as_grid(classifier: nn.Module, values: Tensor) -> Float[Tensor, "b c gh gw"]:
+    """Feature maps as they are; tokens laid out on the grid their patches came from, class tokens left out."""
+    if values.ndim == 4:
+        return values
+    transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
+    height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr]
+    tokens = values[:, values.shape[1] - height * width :]
+    return tokens.transpose(1, 2).unflatten(2, (height, width))

@@ -1,0 +1,833 @@
+"""patchproof.data: every file becomes the right pixels or a named error, and every image its place in a batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pickle
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
+
+from patchproof.data import (
+    DATASETS,
+    MAX_PIXELS,
+    ArraySource,
+    BadImage,
+    BadImageError,
+    FolderSource,
+    decode,
+    default_preprocessing,
+    iterate_batches,
+    open_dataset,
+    preprocess,
+    spread_indices,
+)
+from patchproof.geometry import Rect, native_footprint
+from patchproof.types import CheckError, InputError, Preprocessing
+
+INTERPOLATION = {"nearest": InterpolationMode.NEAREST, "bilinear": InterpolationMode.BILINEAR}
+INTERPOLATION["bicubic"] = InterpolationMode.BICUBIC
+SAME = Preprocessing(resize=None)
+
+
+def noise(height: int, width: int, *, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def save(path: Path, image: Image.Image | None = None, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image or noise(8, 9)).save(path, **options)
+    return path
+
+
+def class_folders(root: Path, names: list[str], *, per_class: int = 2, size: int = 8) -> Path:
+    for name in names:
+        for i in range(per_class):
+            save(root / name / f"{i}.png", noise(size, size, seed=i))
+    return root
+
+
+def numbered(count: int, *, size: int = 4) -> ArraySource:
+    """Image i is filled with i and has the label i mod 3."""
+    pixels = np.arange(count, dtype=np.uint8)[:, None, None, None].repeat(size, 1).repeat(size, 2).repeat(3, 3)
+    return ArraySource("numbered", "test", ("a", "b", "c"), tuple(i % 3 for i in range(count)), pixels)
+
+
+def pixel(image: Image.Image) -> tuple[int, ...]:
+    return tuple(np.asarray(image)[0, 0].tolist())
+
+
+# decoding
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.jpeg", "a.png", "a.webp", "a.bmp", "a.gif", "a.tif", "a.tiff", "a.ppm"])
+def test_every_format_decodes_to_rgb(tmp_path: Path, name: str) -> None:
+    image = decode(save(tmp_path / name))
+    assert (image.mode, image.size) == ("RGB", (9, 8))
+
+
+def test_decode_reads_streams_and_strings(tmp_path: Path) -> None:
+    file = save(tmp_path / "a.png")
+    assert decode(io.BytesIO(file.read_bytes())).tobytes() == decode(str(file)).tobytes() == noise(8, 9).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("mode", "color", "expected"),
+    [
+        ("L", 77, (77, 77, 77)),
+        ("1", 1, (255, 255, 255)),
+        ("LA", (0, 51), (204, 204, 204)),
+        ("RGBA", (255, 0, 0, 0), (255, 255, 255)),
+        ("RGBA", (255, 0, 0, 255), (255, 0, 0)),
+        ("RGBA", (0, 0, 100, 102), (153, 153, 193)),
+    ],
+)
+def test_grey_and_alpha_over_white(tmp_path: Path, mode: str, color: object, expected: tuple[int, ...]) -> None:
+    assert pixel(decode(save(tmp_path / "a.png", Image.new(mode, (3, 2), color)))) == expected
+
+
+def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    plain = np.asarray(decode(save(tmp_path / "plain.png", image)))
+    one = np.asarray(decode(save(tmp_path / "one.png", image, transparency=0)))
+    shares = np.asarray(decode(save(tmp_path / "shares.png", image, transparency=bytes([0, 255]))))
+    gif = np.asarray(decode(save(tmp_path / "one.gif", image, transparency=0)))
+    assert plain[0].tolist() == [[10, 20, 30], [40, 50, 60]]
+    assert one[0].tolist() == shares[0].tolist() == gif[0].tolist() == [[255, 255, 255], [40, 50, 60]]
+
+
+def test_gif_gives_its_first_frame(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    assert pixel(decode(save(tmp_path / "a.gif", frames[0], save_all=True, append_images=frames[1:]))) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.tif"])
+def test_cmyk(tmp_path: Path, name: str) -> None:
+    image = decode(save(tmp_path / name, Image.new("CMYK", (16, 16), (0, 128, 255, 51))))
+    assert np.abs(np.subtract(pixel(image), (204, 102, 0))).max() <= 3
+
+
+GREY16 = np.array([[0, 127, 129, 257, 300, 32768, 65406, 65535]], dtype=np.uint16)
+GREY8 = np.rint(GREY16 / 257).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["I;16 png", "I;16 tif", "I;16B tif", "I pgm", "I tif"])
+def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, kind: str) -> None:
+    mode, extension = kind.split()
+    file = tmp_path / f"a.{extension}"
+    if extension == "pgm":
+        file.write_bytes(b"P5 8 1 65535\n" + GREY16.astype(">u2").tobytes())
+    elif mode == "I;16B":
+        Image.frombytes("I;16B", (8, 1), GREY16.astype(">u2").tobytes()).save(file)
+    else:
+        Image.fromarray(GREY16 if mode == "I;16" else GREY16.astype(np.int32)).save(file)
+    with Image.open(file) as stored:
+        assert stored.mode == mode
+    assert np.array_equal(np.asarray(decode(file)), GREY8[..., None].repeat(3, axis=2))
+
+
+def test_16_bit_grey_with_a_transparent_level(tmp_path: Path) -> None:
+    file = save(tmp_path / "a.png", Image.fromarray(GREY16), transparency=300)
+    assert np.asarray(decode(file))[0, :, 0].tolist() == [255 if v == 300 else round(v / 257) for v in GREY16[0]]
+
+
+@pytest.mark.parametrize(("levels", "expected"), [([0, 0.5, 1], [0, 128, 255]), ([0, 99.6, 255], [0, 100, 255])])
+def test_float_levels(tmp_path: Path, levels: list[float], expected: list[int]) -> None:
+    file = save(tmp_path / "a.tif", Image.fromarray(np.array([levels], dtype=np.float32)))
+    assert np.asarray(decode(file))[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        (np.array([[-1, 5]], dtype=np.int32), "levels from -1 to 5, expected 0 to 65535"),
+        (np.array([[0, 70000]], dtype=np.int32), "levels from 0 to 70000, expected 0 to 65535"),
+        (np.array([[0, 256]], dtype=np.float32), "levels from 0 to 256, expected 0 to 1 or 0 to 255"),
+        (np.array([[0, np.nan]], dtype=np.float32), "levels from nan to nan"),
+    ],
+)
+def test_levels_without_a_meaning_are_refused(tmp_path: Path, levels: np.ndarray, message: str) -> None:
+    with pytest.raises(BadImageError, match=message):
+        decode(save(tmp_path / "a.tif", Image.fromarray(levels)))
+
+
+def test_exif_orientation_is_not_applied(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(save(tmp_path / "a.jpg", noise(8, 20), exif=exif)).size == (20, 8)
+
+
+def truncated(path: Path, **options: object) -> None:
+    save(path, noise(64, 64), **options)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def png_header(path: Path, side: int) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0")))
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty.jpg": (lambda p: p.touch(), "the file is empty"),
+    "text.jpg": (lambda p: p.write_text("hello"), "not an image, or its header is damaged .known formats: JPEG"),
+    "postscript.jpg": (lambda p: p.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "not an image"),
+    "cut.jpg": (truncated, "truncated"),
+    "cut.png": (truncated, "truncated|broken"),
+    "cut.webp": (truncated, "cannot use image"),
+    "cut.bmp": (truncated, "truncated"),
+    "cut.tif": (truncated, "cannot use image"),
+    "missing.jpg": (lambda p: None, "No such file"),
+    "folder.jpg": (lambda p: p.mkdir(), "Is a directory"),
+    "bomb.png": (lambda p: png_header(p, 60_000), f"more than the {MAX_PIXELS:,} pixels allowed"),
+    "just too large.png": (lambda p: png_header(p, 13_350), f"more than the {MAX_PIXELS:,} pixels allowed"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_what_is_no_image_is_named(tmp_path: Path, name: str) -> None:
+    make, message = BAD_FILES[name]
+    make(tmp_path / name)
+    with pytest.raises(BadImageError, match=message) as caught:
+        decode(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_bad_image_error_is_one_printable_line_and_survives_pickling() -> None:
+    error = BadImageError("a\n\udcff.jpg", "why")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(error, CheckError)
+    assert (copy.path, copy.reason, str(copy)) == (error.path, error.reason, str(error))
+    assert "\n" not in str(error)
+    assert str(error).encode()
+
+
+# class folders
+
+
+def test_folder_listing_is_sorted_by_class_then_path(tmp_path: Path) -> None:
+    for path in ["b/2.png", "b/1.PNG", "a b/x.png", "a/z.png", "a/deep/er/y.JPeG", "B/1.png", "root.png"]:
+        save(tmp_path / path)
+    (tmp_path / "a" / "notes.txt").write_text("not listed")
+    source = open_dataset(str(tmp_path))
+    assert source.class_names == ("B", "a", "a b", "b")
+    assert [source.path(i) for i in range(len(source))] == [
+        "B/1.png", "a/deep/er/y.JPeG", "a/z.png", "a b/x.png", "b/1.PNG", "b/2.png",
+    ]  # fmt: skip
+    assert list(source.labels) == [0, 1, 1, 2, 3, 3]
+    assert (source.name, source.split) == (tmp_path.name, "all")
+
+
+def test_hidden_files_and_folders_are_ignored(tmp_path: Path) -> None:
+    for path in ["a/1.png", "a/._1.png", "a/.ipynb_checkpoints/1.png", ".git/1.png"]:
+        save(tmp_path / path)
+    source = open_dataset(str(tmp_path))
+    assert (source.class_names, [source.path(i) for i in range(len(source))]) == (("a",), ["a/1.png"])
+
+
+def test_symlink_loops_end(tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "root", ["a", "b"], per_class=1)
+    (root / "a" / "self").symlink_to(root / "a")
+    (root / "a" / "up").symlink_to(root)
+    (root / "a" / "further up").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root)
+    (root / "b" / "x.png").symlink_to("x.png")
+    (root / "c").symlink_to(root / "a")
+    source = open_dataset(str(root))
+    assert [source.path(i) for i in range(len(source))] == ["a/0.png", "b/0.png", "b/x.png", "c/0.png"]
+    with pytest.raises(BadImageError, match="symbolic links"):
+        source.load(2)
+
+
+def test_dangling_links_are_bad_images_and_pipes_are_not_read(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a"], per_class=1)
+    (tmp_path / "a" / "gone.png").symlink_to("nowhere.png")
+    os.mkfifo(tmp_path / "a" / "pipe.png")
+    source = open_dataset(str(tmp_path))
+    assert [source.path(i) for i in range(len(source))] == ["a/0.png", "a/gone.png"]
+    with pytest.raises(BadImageError, match="No such file"):
+        source.load(1)
+    assert len(source.listing_sha256()) == 64
+
+
+def test_odd_names_survive(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png")
+    odd = os.fsdecode(b"a/line\nbreak \xff\xfe.png")
+    os.rename(tmp_path / "a" / "1.png", tmp_path / odd)  # noqa: PTH104
+    save(tmp_path / "a" / "zürich 日本.png")
+    source = open_dataset(str(tmp_path))
+    assert [source.path(i) for i in range(2)] == [odd, "a/zürich 日本.png"]
+    assert source.load(0).size == (9, 8)
+    assert len(source.listing_sha256()) == 64
+    (tmp_path / odd).write_bytes(b"")
+    with pytest.raises(BadImageError, match=r"line\\nbreak \\udcff\\udcfe.png.*empty"):
+        source.load(0)
+
+
+def test_order_does_not_depend_on_creation(tmp_path: Path) -> None:
+    names = ["a/1.png", "a/10.png", "a/2.png", "b/z.png", "b/é.png"]
+    for root, order in (("one", names), ("two", names[::-1])):
+        for name in order:
+            save(tmp_path / root / name)
+    one, two = open_dataset(str(tmp_path / "one")), open_dataset(str(tmp_path / "two"))
+    assert [one.path(i) for i in range(5)] == [two.path(i) for i in range(5)] == names
+    assert one.listing_sha256() == two.listing_sha256()
+
+
+def test_listing_digest_sees_paths_labels_and_sizes(tmp_path: Path) -> None:
+    def digest(**changes: object) -> str:
+        fields = {"root": tmp_path, "name": "n", "split": "s", "class_names": ("a", "b"), "labels": (0, 1)}
+        fields |= {"paths": ("a/0.png", "b/0.png"), "low_resolution": True}
+        return FolderSource(**(fields | changes)).listing_sha256()  # type: ignore[arg-type]
+
+    class_folders(tmp_path, ["a", "b"])
+    first = digest()
+    assert digest(name="other") == first
+    assert len({first, digest(labels=(1, 0)), digest(paths=("a/0.png", "b/1.png"))}) == 3
+    (tmp_path / "a" / "0.png").write_bytes(b"short")
+    assert digest() != first
+
+
+def test_native_sizes_come_from_headers(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", noise(5, 7))
+    save(tmp_path / "a" / "2.jpg", noise(70, 60))
+    (tmp_path / "a" / "3.jpg").write_bytes((tmp_path / "a" / "2.jpg").read_bytes()[:700])
+    (tmp_path / "a" / "4.png").touch()
+    assert open_dataset(str(tmp_path)).native_sizes() == {(5, 7), (70, 60)}
+
+
+@pytest.mark.parametrize(("size", "expected"), [((63, 63), True), ((64, 20), False), ((20, 64), False)])
+def test_low_resolution_is_read_off_the_first_readable_image(
+    tmp_path: Path, size: tuple[int, int], expected: bool
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.png").touch()
+    save(tmp_path / "a" / "1.png", noise(*size))
+    assert open_dataset(str(tmp_path)).low_resolution is expected
+
+
+def test_folders_without_classes_or_images(tmp_path: Path) -> None:
+    save(tmp_path / "lonely.png")
+    with pytest.raises(InputError, match=r"no class folders in .*expected one sub-folder per class"):
+        open_dataset(str(tmp_path))
+    class_folders(tmp_path, ["cat"])
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(InputError, match=r"class folder '.*dog' holds no images .*remove the folder"):
+        open_dataset(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may list anything, so the real refusal cannot be provoked
+    with pytest.raises(InputError, match=r"cannot list the folder .*Permission denied"):
+        open_dataset(str(tmp_path))
+
+
+def test_folder_with_splits(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", ["a", "b"], per_class=3)
+    class_folders(tmp_path / "test", ["a", "b"])
+    assert {(open_dataset(str(tmp_path), split=s).split, s) for s in ("train", "val", "test", None)} == {
+        ("train", "train"), ("test", "val"), ("test", "test"), ("test", None),
+    }  # fmt: skip
+    class_folders(tmp_path / "val", ["a", "b"])
+    assert [open_dataset(str(tmp_path), split=s).split for s in ("val", "test", None)] == ["val", "test", "val"]
+    with pytest.raises(InputError, match="no split 'extra'; choose one of: train, val, test"):
+        open_dataset(str(tmp_path), split="extra")
+
+
+def test_folder_without_the_split(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", ["a"])
+    with pytest.raises(InputError, match="no split 'val'; choose one of: train"):
+        open_dataset(str(tmp_path))
+    with pytest.raises(InputError, match="no split 'val': it holds class folders itself; leave the split out"):
+        open_dataset(str(tmp_path / "train"), split="val")
+
+
+def test_a_class_may_be_called_test(tmp_path: Path) -> None:
+    assert open_dataset(str(class_folders(tmp_path, ["test", "text"]))).class_names == ("test", "text")
+
+
+def test_folder_of_whole_data_sets(tmp_path: Path) -> None:
+    class_folders(tmp_path / "cifar10" / "test", ["a"])
+    with pytest.raises(InputError, match=r"holds whole data sets, not classes; choose one, e\.g\. .*cifar10"):
+        open_dataset(str(tmp_path))
+
+
+# named sets
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("imagnet", "imagenet"), ("CIFAR10", "cifar10"), ("svnh", "svhn")])
+def test_unknown_names_suggest_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(
+        InputError, match=f"unknown dataset '{name}'.*did you mean '{nearest}'.*folder of class folders"
+    ):
+        open_dataset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "classes", "low_resolution"),
+    [
+        ("imagenette", "imagenette/val", 10, False),
+        ("imagenette", "imagenette2/val", 10, False),
+        ("imagenette", "imagenette2-320/test", 10, False),
+        ("imagenette", "imagenette2-160/val", 10, False),
+        ("cifar10", "cifar10/test", 10, True),
+        ("cifar10", "cifar10/val", 10, True),
+        ("cifar100", "cifar100/test", 100, True),
+        ("svhn", "svhn/test", 10, True),
+    ],
+)
+def test_named_sets_as_class_folders(
+    tmp_path: Path, name: str, folder: str, classes: int, low_resolution: bool
+) -> None:
+    class_folders(tmp_path / folder, [f"class{i:03d}" for i in range(classes)], per_class=1)
+    source = open_dataset(name, data_dir=tmp_path)
+    assert (source.name, source.split, len(source)) == (name, folder.split("/")[1], classes)
+    assert source.low_resolution is low_resolution
+
+
+@pytest.mark.parametrize("folder", ["imagenet/val", "val", "ILSVRC2012/val", "ILSVRC2012_img_val"])
+def test_imagenet_layouts(tmp_path: Path, folder: str) -> None:
+    data = save(tmp_path / "one.jpg", noise(80, 80)).read_bytes()
+    for i in range(1000):
+        (tmp_path / folder / f"n{i:08d}").mkdir(parents=True)
+        (tmp_path / folder / f"n{i:08d}" / f"ILSVRC2012_val_{i:08d}.JPEG").write_bytes(data)
+    source = open_dataset("imagenet", data_dir=tmp_path)
+    assert (len(source.class_names), source.split, source.low_resolution) == (1000, "val", False)
+    assert source.class_names[7] == "n00000007"
+
+
+def test_a_missing_class_folder_would_shift_the_labels(tmp_path: Path) -> None:
+    class_folders(tmp_path / "imagenet" / "val", ["n01440764"])
+    with pytest.raises(
+        InputError, match=r"imagenet has 1000 classes, but .* has 1 class folders; complete it, or give"
+    ):
+        open_dataset("imagenet", data_dir=tmp_path)
+
+
+def test_the_asked_split_is_looked_for_everywhere(tmp_path: Path) -> None:
+    names = [f"n{i}" for i in range(10)]
+    class_folders(tmp_path / "imagenette2" / "train", names)
+    class_folders(tmp_path / "imagenette2-160" / "val", names, per_class=1)
+    assert len(open_dataset("imagenette", data_dir=tmp_path)) == 10
+    with pytest.raises(InputError, match=r"imagenette in .* has no split 'dev'; choose one of: train, val"):
+        open_dataset("imagenette", data_dir=tmp_path, split="dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("imagenet", "imagenet/val, .*--data-dir, or download it by hand"),
+        ("imagenette", "imagenette2/val, imagenette2-320/val, .*--data-dir, or pass --download"),
+        ("cifar10", "cifar-10-batches-py, cifar10/test; .*--data-dir, or pass --download"),
+        ("cifar100", "cifar-100-python, cifar100/test; "),
+        ("svhn", "test_32x32.mat, svhn/test; "),
+    ],
+)
+def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, name: str, places: str) -> None:
+    with pytest.raises(InputError, match=f"no {name} images in .*looked there for {places}"):
+        open_dataset(name, data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["imagenette", "cifar10", "cifar100", "svhn"])
+def test_download_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nothing listens there
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(InputError, match=f"could not download {name} into .*; check the network") as caught:
+        open_dataset(name, data_dir=tmp_path, download=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_imagenet_is_downloaded_by_hand(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"imagenet must be downloaded by hand.*--data-dir"):
+        open_dataset("imagenet", data_dir=tmp_path, download=True)
+
+
+def write_cifar(root: Path, name: str) -> np.ndarray:
+    """The published layout with two images a file; returns the test images (n h w 3)."""
+    rows = np.random.default_rng(3).integers(0, 256, (2, 3072), dtype=np.uint8)
+    label_key, parts = ("fine_labels", ["train"]) if name == "cifar100" else ("labels", [])
+    folder = root / ("cifar-100-python" if name == "cifar100" else "cifar-10-batches-py")
+    folder.mkdir(parents=True)
+    parts = parts or [f"data_batch_{i}" for i in range(1, 6)]
+    for part in [*parts, "test" if name == "cifar100" else "test_batch"]:
+        (folder / part).write_bytes(pickle.dumps({"data": rows, label_key: [1, 0]}))
+    meta, key = ("meta", "fine_label_names") if name == "cifar100" else ("batches.meta", "label_names")
+    (folder / meta).write_bytes(pickle.dumps({key: ["ant", "bee"]}))
+    return rows.reshape(2, 3, 32, 32).transpose(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("below", ["", "cifar10"])
+def test_cifar_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, below: str) -> None:
+    below = below and name
+    expected = write_cifar(tmp_path / below, name)
+    with pytest.raises(InputError, match=f"{name} in .* is incomplete or damaged, its md5 sums .* --download"):
+        open_dataset(name, data_dir=tmp_path)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    source = open_dataset(name, data_dir=tmp_path)
+    assert (source.class_names, list(source.labels), source.split) == (("ant", "bee"), [1, 0], "test")
+    assert np.array_equal(np.asarray(source.load(1)), expected[1])
+    assert (source.path(1), source.native_sizes(), source.low_resolution) == ("test/00001", {(32, 32)}, True)
+    assert len(open_dataset(name, data_dir=tmp_path, split="train")) == (2 if name == "cifar100" else 10)
+    with pytest.raises(InputError, match=f"{name} has no split 'extra'; choose one of: train, test"):
+        open_dataset(name, data_dir=tmp_path, split="extra")
+
+
+def test_svhn_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scipy.io import savemat
+
+    images = np.random.default_rng(4).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    savemat(tmp_path / "test_32x32.mat", {"X": images.transpose(1, 2, 3, 0), "y": np.array([[10], [1], [9]])})
+    with pytest.raises(InputError, match=r"test_32x32.mat is incomplete or damaged"):
+        open_dataset("svhn", data_dir=tmp_path)
+    with pytest.raises(InputError, match=r"train_32x32.mat is incomplete or damaged"):
+        open_dataset("svhn", data_dir=tmp_path, split="train")
+    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda *_: True)
+    source = open_dataset("svhn", data_dir=tmp_path, split="val")
+    assert (source.class_names, list(source.labels)) == (tuple("0123456789"), [0, 1, 9])
+    assert np.array_equal(np.asarray(source.load(2)), images[2])
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "digest"),
+    [
+        ("train", 5000, "cba021055d5e8132a2126caccbc048782c0f2188c05ee11fef0d6bcfdbc592cc"),
+        ("test", 1000, "82069bda039e0540611aa5e710cc7989140d647cda1ba9c6d192617f00b9524f"),
+        (None, 1000, "82069bda039e0540611aa5e710cc7989140d647cda1ba9c6d192617f00b9524f"),
+    ],
+)
+def test_fashion_mini(split: str | None, count: int, digest: str) -> None:
+    source = open_dataset("fashion-mini", split=split)
+    assert (len(source), source.native_sizes(), source.low_resolution) == (count, {(28, 28)}, True)
+    assert np.bincount(source.labels).tolist() == [count // 10] * 10
+    assert set(source.labels[:200]) == set(range(10))
+    assert (source.class_names[0], source.class_names[9]) == ("T-shirt/top", "Ankle boot")
+    assert source.load(0).mode == "RGB"
+    assert source.listing_sha256() == digest
+
+
+def test_fashion_mini_splits() -> None:
+    assert open_dataset("fashion-mini", split="val").split == "test"
+    with pytest.raises(InputError, match="fashion-mini has no split 'dev'; choose one of: train, test"):
+        open_dataset("fashion-mini", split="dev")
+
+
+def test_array_digest_sees_pixels_and_labels() -> None:
+    first = numbered(3)
+    labels = ArraySource(first.name, first.split, first.class_names, (0, 1, 1), first.pixels)
+    pixels = ArraySource(first.name, first.split, first.class_names, first.labels, first.pixels + 1)
+    assert len({source.listing_sha256() for source in (first, labels, pixels)}) == 3
+    assert DATASETS == ("imagenet", "imagenette", "cifar10", "cifar100", "svhn", "fashion-mini")
+
+
+# preprocessing
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(50, 61), (61, 50), (20, 31), (32, 32)])
+@pytest.mark.parametrize("resize", [32, (40, 33), None])
+def test_preprocess_equals_torchvision_on_pillow(
+    size: tuple[int, int], resize: int | tuple[int, int] | None, interpolation: str
+) -> None:
+    image = noise(*size)
+    resized = image if resize is None else tv.resize(image, resize, interpolation=INTERPOLATION[interpolation])
+    crop = (min(27, resized.height), min(32, resized.width))
+    expected = tv.pil_to_tensor(tv.center_crop(resized, list(crop)))
+    assert torch.equal(preprocess(image, Preprocessing(resize, crop, interpolation)), expected)  # type: ignore[arg-type]
+
+
+def kernel(interpolation: str, t: float) -> float:
+    t, a = abs(t), -0.75
+    if interpolation == "bilinear":
+        return max(0.0, 1 - t)
+    if t <= 1:
+        return (a + 2) * t**3 - (a + 3) * t**2 + 1
+    return a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a if t < 2 else 0.0
+
+
+def weights(native: int, resized: int, interpolation: str) -> np.ndarray:
+    """[x, i] as the definition says: the kernel around (x + ½)·native/resized − ½, the border pixels repeated."""
+    table = np.zeros((resized, native))
+    for x in range(resized):
+        centre = (x + 0.5) * native / resized - 0.5
+        for i in range(int(np.floor(centre)) - 1, int(np.floor(centre)) + 3):
+            table[x, min(max(i, 0), native - 1)] += kernel(interpolation, centre - i)
+    return table
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("native", "resized"), [((20, 31), (40, 33)), ((50, 33), (11, 40)), ((32, 32), (7, 9))])
+def test_preprocess_without_antialias(native: tuple[int, int], resized: tuple[int, int], interpolation: str) -> None:
+    image = noise(*native)
+    rows, columns = (weights(n, r, interpolation) for n, r in zip(native, resized, strict=True))
+    exact = np.einsum("yi,xj,ijc->cyx", rows, columns, np.asarray(image, dtype=np.float64)).clip(0, 255)
+    found = preprocess(image, Preprocessing(resized, None, interpolation, antialias=False))  # type: ignore[arg-type]
+    assert np.abs(found.numpy() - exact).max() <= 0.501
+    assert not torch.equal(found, preprocess(image, Preprocessing(resized, None, interpolation)))  # type: ignore[arg-type]
+
+
+def test_nearest_ignores_antialias_and_equal_sizes_change_nothing() -> None:
+    image = noise(30, 41)
+    one, two = (preprocess(image, Preprocessing((17, 20), None, "nearest", antialias=a)) for a in (True, False))
+    assert torch.equal(one, two)
+    for antialias in (True, False):
+        same = preprocess(image, Preprocessing((30, 41), None, "bicubic", antialias=antialias))
+        assert np.array_equal(same.permute(1, 2, 0).numpy(), np.asarray(image))
+        assert same.is_contiguous()
+
+
+SIDES = st.integers(1, 40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(SIDES, SIDES),
+    st.tuples(SIDES, SIDES),
+    st.sampled_from(["nearest", "bilinear", "bicubic"]),
+    st.booleans(),
+    st.data(),
+)
+def test_a_native_patch_changes_nothing_outside_its_footprint(
+    native: tuple[int, int], resized: tuple[int, int], interpolation: str, antialias: bool, data: st.DataObject
+) -> None:
+    height, width = (data.draw(st.integers(1, n)) for n in native)
+    top, left = data.draw(st.integers(0, native[0] - height)), data.draw(st.integers(0, native[1] - width))
+    preprocessing = Preprocessing(resized, None, interpolation, antialias)  # type: ignore[arg-type]
+    clean = np.asarray(noise(*native, seed=data.draw(st.integers(0, 9))))
+    patched = clean.copy()
+    patched[top : top + height, left : left + width] = 255 * (clean[top : top + height, left : left + width] < 128)
+    changed = preprocess(Image.fromarray(clean), preprocessing) != preprocess(Image.fromarray(patched), preprocessing)
+    footprint = native_footprint(Rect(top, left, height, width), native, preprocessing)
+    if footprint is not None:
+        changed[:, footprint.top : footprint.bottom, footprint.left : footprint.right] = False
+    assert not changed.any()
+
+
+def test_slivers_are_refused_before_they_are_enlarged() -> None:
+    with pytest.raises(InputError, match=f"256×15360000, more than {MAX_PIXELS:,} pixels; crop it first"):
+        preprocess(noise(1, 60_000), Preprocessing(256, (224, 224)))
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "crop_pct", "expected"),
+    [
+        (False, (224, 224), 0.875, Preprocessing(256, (224, 224))),
+        (False, (224, 224), 0.9, Preprocessing(248, (224, 224))),
+        (False, (240, 224), 1.0, Preprocessing(224, (240, 224))),
+        (True, (224, 224), 0.875, Preprocessing((224, 224), None)),
+        (numbered(1), (224, 224), 0.875, Preprocessing((224, 224), None)),
+    ],
+)
+def test_default_preprocessing(
+    source: bool | ArraySource, size: tuple[int, int], crop_pct: float, expected: Preprocessing
+) -> None:
+    assert default_preprocessing(source, size, crop_pct=crop_pct) == expected
+
+
+def test_default_preprocessing_options() -> None:
+    assert default_preprocessing(False, (32, 32), interpolation="bilinear").interpolation == "bilinear"
+    for share in (0.0, 1.1, -1.0):
+        with pytest.raises(InputError, match="0 < crop_pct <= 1, not"):
+            default_preprocessing(False, (224, 224), crop_pct=share)
+
+
+def test_fashion_mini_keeps_its_pixels_at_28() -> None:
+    source = open_dataset("fashion-mini")
+    image = preprocess(source.load(3), default_preprocessing(source, (28, 28)))
+    assert isinstance(source, ArraySource)
+    assert np.array_equal(image.numpy(), source.pixels[3][None].repeat(3, axis=0))
+
+
+# batches
+
+
+@given(st.integers(1, 300), st.none() | st.integers(1, 400))
+@settings(deadline=None)
+def test_spread_indices(count: int, limit: int | None) -> None:
+    source = numbered(count, size=1)
+    indices = spread_indices(source, limit)
+    wanted = count if limit is None else min(count, limit)
+    assert len(indices) == wanted
+    assert indices == sorted(set(indices))
+    assert set(indices) <= set(range(count))
+    gaps = np.diff([*indices, count])
+    assert indices[0] == 0
+    assert gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one(limit: int) -> None:
+    with pytest.raises(InputError, match=f"at least 1, not {limit}; leave it out"):
+        spread_indices(numbered(3), limit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 29), max_size=25), st.integers(1, 9), st.integers(1, 4))
+def test_batches_equal_loading_one_by_one(indices: list[int], batch_size: int, workers: int) -> None:
+    source, preprocessing = numbered(30), Preprocessing((6, 5), (5, 3))
+    batches = list(iterate_batches(source, preprocessing, indices, batch_size=batch_size, workers=workers))
+    assert [b.indices for b in batches] == [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+    for batch in batches:
+        expected = [preprocess(source.load(i), preprocessing) for i in batch.indices]
+        assert torch.equal(batch.images, torch.stack(expected))
+        assert batch.labels.tolist() == [source.labels[i] for i in batch.indices]
+        assert (batch.images.dtype, batch.labels.dtype, batch.bad) == (torch.uint8, torch.int64, [])
+
+
+def test_bad_images_are_raised_when_their_batch_is_reached(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a"], per_class=6)
+    (tmp_path / "a" / "4.png").write_text("no image")
+    source = open_dataset(str(tmp_path))
+    batches = iterate_batches(source, SAME, range(6), batch_size=2)
+    assert [next(batches).indices, next(batches).indices] == [[0, 1], [2, 3]]
+    with pytest.raises(BadImageError, match=r"a/4\.png"):
+        next(batches)
+    assert decode_threads() == 0
+
+
+def test_bad_images_can_be_skipped_and_are_listed(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a", "b"], per_class=3)
+    source = open_dataset(str(tmp_path))
+    (tmp_path / "a" / "1.png").write_text("no image")
+    (tmp_path / "b" / "0.png").unlink()
+    batches = list(iterate_batches(source, SAME, range(6), batch_size=4, skip_bad=True))
+    assert [(b.indices, b.labels.tolist(), len(b.images)) for b in batches] == [
+        ([0, 2], [0, 0], 2),
+        ([4, 5], [1, 1], 2),
+    ]
+    assert [(bad.index, bad.path) for bad in batches[0].bad] == [(1, "a/1.png"), (3, "b/0.png")]
+    assert batches[0].bad[1] == BadImage(3, "b/0.png", "No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("preprocessing", "size"),
+    [(Preprocessing(40, (32, 24)), (32, 24)), (Preprocessing((16, 12)), (16, 12)), (Preprocessing(16), (0, 0))],
+)
+def test_a_batch_of_bad_images_is_empty(tmp_path: Path, preprocessing: Preprocessing, size: tuple[int, int]) -> None:
+    source = open_dataset(str(class_folders(tmp_path, ["a"])))
+    for file in (tmp_path / "a").iterdir():
+        file.unlink()
+    (batch,) = iterate_batches(source, preprocessing, [0, 1], batch_size=2, skip_bad=True)
+    assert (batch.images.shape, batch.labels.shape, batch.indices, len(batch.bad)) == ((0, 3, *size), (0,), [], 2)
+
+
+def test_an_image_smaller_than_the_crop_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a"], per_class=1, size=16)
+    save(tmp_path / "a" / "small.png", noise(16, 7))
+    source = open_dataset(str(tmp_path))
+    with pytest.raises(BadImageError, match=r"a/small\.png'.*crop .* is larger"):
+        list(iterate_batches(source, Preprocessing(None, (8, 8)), [0, 1], batch_size=2))
+    (batch,) = iterate_batches(source, Preprocessing(None, (8, 8)), [0, 1], batch_size=2, skip_bad=True)
+    assert (batch.indices, batch.bad[0].index) == ([0], 1)
+
+
+def test_images_of_different_sizes_do_not_stack(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", noise(8, 9))
+    save(tmp_path / "a" / "2.png", noise(8, 10))
+    source = open_dataset(str(tmp_path))
+    with pytest.raises(InputError, match=r"\(8, 9\) and \(8, 10\).*give the preprocessing a crop"):
+        list(iterate_batches(source, SAME, [0, 1], batch_size=2))
+    assert [b.images.shape[3] for b in iterate_batches(source, SAME, [0, 1], batch_size=1)] == [9, 10]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "workers"])
+def test_batches_check_their_arguments_before_they_start(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} must be at least 1, not 0"):
+        iterate_batches(numbered(2), SAME, [0], **{"batch_size": 1, name: 0})
+
+
+def decode_threads() -> int:
+    return sum(thread.name.startswith("patchproof-decode") for thread in threading.enumerate())
+
+
+@dataclass(frozen=True, eq=False)
+class Counting(ArraySource):
+    loaded: list[int] = field(default_factory=list)
+
+    def load(self, index: int) -> Image.Image:
+        self.loaded.append(index)
+        return super().load(index)
+
+
+def test_reading_ahead_is_bounded_and_ends_with_the_iterator() -> None:
+    plain = numbered(100)
+    source = Counting(plain.name, plain.split, plain.class_names, plain.labels, plain.pixels)
+    batches = iterate_batches(source, SAME, range(100), batch_size=5, workers=3)
+    assert decode_threads() == 0
+    next(batches)
+    assert decode_threads() > 0
+    batches.close()  # type: ignore[attr-defined]
+    assert decode_threads() == 0
+    assert len(source.loaded) <= 15
+
+
+# the script that made the embedded slice
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = Path(__file__).parents[1] / "scripts" / "make_fashion_mini.py"
+    spec = importlib.util.spec_from_file_location("make_fashion_mini", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_idx(folder: Path) -> None:
+    """Image i of a split is filled with i; the labels run 2, 1, 0, 2, 1, 0, …"""
+    import gzip
+
+    for prefix, count in (("train", 12), ("t10k", 9)):
+        labels = bytes(2 - i % 3 for i in range(count))
+        images = b"".join(bytes([i]) * 6 for i in range(count))
+        label_file = b"\0\0\x08\x01" + struct.pack(">I", count) + labels
+        image_file = b"\0\0\x08\x03" + struct.pack(">III", count, 2, 3) + images
+        (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(label_file))
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(image_file))
+
+
+def test_script_takes_the_first_of_each_class_and_is_deterministic(tmp_path: Path, script: ModuleType) -> None:
+    write_idx(tmp_path)
+    first, again = (script.npz_bytes(script.chosen_arrays(tmp_path, {"train": 2, "test": 1})) for _ in range(2))
+    assert first == again
+    arrays = np.load(io.BytesIO(first), allow_pickle=False)
+    assert arrays["train_labels"].tolist() == [2, 1, 0, 2, 1, 0]
+    assert arrays["train_images"][:, 1, 2].tolist() == [0, 1, 2, 3, 4, 5]
+    assert arrays["train_images"].shape == (6, 2, 3)
+    assert arrays["test_labels"].tolist() == [2, 1, 0]
+
+
+def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
+    write_idx(tmp_path)
+    with pytest.raises(SystemExit, match=r"train-images-idx3-ubyte.gz in .* is not Fashion-MNIST's: md5"):
+        script.check_md5(tmp_path)
+    with pytest.raises(SystemExit, match="not an idx file of unsigned bytes"):
+        script.read_idx(b"\0\0\x0d\x01....")
