@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from jaxtyping import install_import_hook
+import os
+
+# Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("patchproof", "typecheck.checked")
 

@@ -3,6 +3,7 @@
 from patchproof.defenses import Certificates, Defense, PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
 from patchproof.masking import Engine, occlude, two_mask_labels
+from patchproof.training import masking_strategy
 from patchproof.types import Classifier, Preprocessing
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "Preprocessing",
     "Rect",
     "covering_masks",
+    "masking_strategy",
     "native_footprint",
     "native_threat",
     "occlude",

@@ -87,17 +87,84 @@ class PredictConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainConfig(DataConfig):
+    """`patchproof train`."""
+
+    recipe: str | None = None
+    """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
+    model: str | None = None
+    """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's, or `small`."""
+    weights: str | None = None
+    """Where to start: `pretrained`, a timm tag, a hub id, a file, a checkpoint folder, `zoo`, or `random`; default:
+    `pretrained`, and `random` for `small`."""
+    strategy: str = "greedy"
+    """Which masked copies to learn from (`patchproof ls strategies`)."""
+    epochs: int = 10
+    """Passes over the training images."""
+    batch_size: str = "64"
+    """Images of one optimiser step, over all processes."""
+    learning_rate: float | None = None
+    """Default, as in the paper: 0.001 for transformers and ConvNeXt, 0.01 for the rest."""
+    schedule: Literal["step", "cosine", "constant"] = "step"
+    """`step` divides the learning rate by 10 after half of the epochs."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises from zero."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """SGD is the paper's."""
+    momentum: float = 0.9
+    """Of SGD."""
+    weight_decay: float = 0.0
+    """L2 penalty (sgd) or decoupled decay (adamw)."""
+    label_smoothing: float = 0.0
+    """Share of the target spread over all classes."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, e.g. 0.999, which is then validated and kept; 0 for none."""
+    augment: Literal["none", "light"] = "none"
+    """`light`: mirror, and crop to 50-100% of the area."""
+    clean_copies: Switch = False
+    """Learn from the unmasked images too."""
+    head_only: Switch = False
+    """Freeze all layers but the last."""
+    accumulate: int = 1
+    """Parts that each batch is cut into, to save memory."""
+    image_size: str | None = None
+    """Network input, `224` or `224x320` (height x width); default: what the model was built for."""
+    mask_patch: str = "3%"
+    """The training masks are the 3x3 and 6x6 sets of this patch."""
+    validation: str | None = None
+    """Folder of class folders to validate on; default: the data set's evaluation split."""
+    validation_images: int = 500
+    """How many images, always the same ones, are validated after each epoch (3x3 masks)."""
+    checkpoint_minutes: float = 10.0
+    """Besides the end of each epoch, save a checkpoint this often."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`; with `torchrun` or `accelerate launch`, each process takes its own GPU."""
+    precision: Precision = "fp32"
+    """Mixed precision of training and search."""
+    seed: int = 0
+    """Everything random follows from it."""
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where to send curves, besides log.jsonl."""
+    output: Path | None = None
+    """Folder of the run; default: runs/ and a name made of the settings."""
+    resume: Switch = False
+    """Go on with the run in --output."""
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """`patchproof demo`."""
 
     output: Path | None = None
     """Folder for everything the demo makes; default: runs/demo, or the next free number."""
-    epochs: int = 12
-    """Passes over the 5,000 training images."""
+    epochs: int = 4
+    """Passes over the 5,000 training images for each of the two strategies, after the common start."""
     seed: int = 0
     """For the first weights, the order of the images and the masks."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+    """`cpu`, `cuda`, or `auto`."""
     config: Path | None = None
     """A YAML file with any of these settings; flags win over it."""
 
@@ -165,11 +232,11 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-def find_config_flag(tokens: Sequence[str]) -> Path | None:
-    """The file named by --config, which has to be read before the other flags are."""
-    for flag, value in zip(tokens, [*tokens[1:], ""], strict=True):
-        if flag == "--config":
-            return Path(value)
-        if flag.startswith("--config="):
-            return Path(flag.removeprefix("--config="))
+def find_flag(tokens: Sequence[str], flag: str) -> str | None:
+    """The value of a flag that has to be known before the others are read."""
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if token == flag:
+            return following
+        if token.startswith(f"{flag}="):
+            return token.removeprefix(f"{flag}=")
     return None

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from patchproof.defenses import Assessment, Defense
 from patchproof.masking import Engine, clean_labels
 from patchproof.records import Record, Witness
 from patchproof.types import Classifier
-
-
-def as_images(pixels: UInt8[Tensor, "b c h w"], device: torch.device | str) -> Float[Tensor, "b c h w"]:
-    """Bytes to [0, 1] floats, on the device, so that a quarter of the data travels."""
-    return pixels.to(device, non_blocking=True).float().div_(255)
 
 
 def evaluate_batch(

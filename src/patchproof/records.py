@@ -142,6 +142,15 @@ class RunFolder:
                 refuse_differences(stored, manifest, where=self.path)
             yield stored or manifest
 
+    @contextlib.contextmanager
+    def open_shared(self, manifest: Mapping[str, Any], *, resume: bool, writes: bool) -> Iterator[None]:
+        """As `open`, for one of several processes of which one writes."""
+        if not writes:
+            yield
+            return
+        with self.open(manifest, resume=resume):
+            yield
+
     def _stored_manifest(self) -> dict[str, Any] | None:
         return read_json(self.manifest_path) if self.manifest_path.exists() else None
 
@@ -223,7 +232,7 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return text if len(text) <= 90 else text[:89] + "…"
 
 
 def read_json(path: Path) -> dict[str, Any]:

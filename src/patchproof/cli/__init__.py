@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,17 @@ from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
 from patchproof.cli.ls import ls
 from patchproof.cli.predict import predict
-from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, find_config_flag, read_config_file
+from patchproof.cli.train import train
+from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, TrainConfig, find_flag, read_config_file
+from patchproof.recipes import find_recipe
 from patchproof.types import CheckError, InputError, PatchproofError
 
-CONFIGS: dict[str, type[Any]] = {"certify": CertifyConfig, "predict": PredictConfig, "demo": DemoConfig}
+CONFIGS: dict[str, type[Any]] = {
+    "certify": CertifyConfig,
+    "predict": PredictConfig,
+    "demo": DemoConfig,
+    "train": TrainConfig,
+}
 
 
 def build_app() -> App:
@@ -30,7 +38,7 @@ def build_app() -> App:
         version=__version__,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, certify, predict, ls, doctor):
+    for command in (demo, train, certify, predict, ls, doctor):
         app.command(command)
     return app
 
@@ -56,12 +64,22 @@ def run(tokens: Sequence[str]) -> int:
 
 def _call(tokens: list[str]) -> int | None:
     app = build_app()
-    path = find_config_flag(tokens)
-    if path is not None and tokens and tokens[0] in CONFIGS:
-        values = read_config_file(path, CONFIGS[tokens[0]])
-        app.config = (Dict(values, use_commands_as_keys=False, source=str(path)),)
+    app.config = tuple(_layers(tokens))
     result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     return result if isinstance(result, int) else None
+
+
+def _layers(tokens: list[str]) -> Iterator[Dict]:
+    """What stands below the flags: the file of --config, and below that the recipe."""
+    kind = CONFIGS.get(tokens[0]) if tokens else None
+    if kind is None:
+        return
+    path = find_flag(tokens, "--config")
+    values = read_config_file(Path(path), kind) if path is not None else {}
+    yield Dict(values, use_commands_as_keys=False, source=str(path))
+    recipe = find_flag(tokens, "--recipe") or values.get("recipe")
+    if recipe and kind is TrainConfig:
+        yield Dict(find_recipe(str(recipe)).settings(), use_commands_as_keys=False, source=f"recipe {recipe}")
 
 
 def _complain(message: str, *, code: int) -> int:

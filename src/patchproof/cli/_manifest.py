@@ -8,17 +8,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patchproof import __version__
 from patchproof.checks import SAFETY, Drift
 from patchproof.cli._setup import Setup
-from patchproof.config import CertifyConfig, resolved
+from patchproof.config import CertifyConfig, TrainConfig, resolved
 from patchproof.data import ImageSource
-from patchproof.models import classifier_summary, weights_sha256
+from patchproof.geometry import MaskSet
+from patchproof.models import ImageClassifier, classifier_summary, weights_sha256
 from patchproof.records import SCHEMA
+from patchproof.training import Plan
+
+if TYPE_CHECKING:
+    from patchproof.training.loop import Trainer
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
 
@@ -61,10 +66,48 @@ def identity(config: CertifyConfig, setup: Setup, source: ImageSource, indices: 
         "preprocessing": _plain(asdict(setup.preprocessing)),
         "threat_space": config.threat_space,
         "patch_sizes": _plain(setup.threat.patch_sizes),
-        "masks": _plain([(r.top, r.left, r.height, r.width) for r in setup.masks.rects]),
+        "masks": masks_in_words(setup.masks),
         "precision": setup.engine.precision,
         "device": setup.device.type,
         "exhaustive": config.exhaustive,
+    }
+
+
+def masks_in_words(masks: MaskSet) -> str:
+    """Enough to tell two grids apart, short enough to be read in an error."""
+    rows, columns = masks.axes
+    tops, lefts = [start for start, _ in rows], [start for start, _ in columns]
+    rect = masks.rects[0]
+    return f"{len(rows)}x{len(columns)} masks of {rect.height}x{rect.width} at rows {tops}, columns {lefts}"
+
+
+def training_manifest(
+    config: TrainConfig, plan: Plan, start: ImageClassifier, trainer: Trainer, held_out: ImageSource
+) -> dict[str, Any]:
+    """`start` has the weights that training begins with."""
+    data = trainer.data
+    return {
+        "schema": SCHEMA,
+        "command": "train",
+        "config": resolved(config),
+        "identity": {
+            "weights_sha256": weights_sha256(start),
+            "data_sha256": data.source.listing_sha256(),
+            "validation_sha256": held_out.listing_sha256(),
+            "images": f"{len(data.indices)} of {len(data.source)}",
+            "preprocessing": _plain(asdict(data.preprocessing)),
+            "plan": asdict(plan),
+            "mask_patch": config.mask_patch,
+            "device": trainer.accelerator.device.type,
+        },
+        "model": classifier_summary(start),
+        "search": {"forwards": trainer.strategy.forwards, "backwards": trainer.strategy.backwards},
+        "steps": trainer.total_steps,
+        "processes": trainer.accelerator.num_processes,
+        "device": device_name(trainer.accelerator.device),
+        "precision": plan.precision,
+        "versions": versions(),
+        "commit": source_commit(),
     }
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from patchproof.checks import Drift, check_classifier
-from patchproof.config import DataConfig, ModelConfig, parse_batch_size, parse_patches, parse_size
+from patchproof.config import DataConfig, ModelConfig, TrainConfig, parse_batch_size, parse_patches, parse_size
 from patchproof.data import ImageSource, default_preprocessing, iterate_batches, open_dataset
 from patchproof.defenses import PatchCleanser
-from patchproof.evaluation import as_images
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
-from patchproof.masking import Engine
-from patchproof.models import ImageClassifier, is_checkpoint, load_checkpoint, load_classifier
+from patchproof.masking import Engine, as_images
+from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
 from patchproof.types import InputError, Preprocessing, Size
 
 CHECKED_IMAGES = 8
@@ -49,19 +48,18 @@ def choose_chunk(asked: str, image_size: Size, device: torch.device) -> int:
 
 
 def open_classifier(
-    config: ModelConfig, *, num_classes: int | None, class_names: Sequence[str] | None
+    config: ModelConfig | TrainConfig, *, num_classes: int | None, class_names: Sequence[str] | None
 ) -> ImageClassifier:
-    """The classifier of --model and --weights, at --image-size if given."""
-    size = parse_size(config.image_size, what="--image-size") if config.image_size else None
-    if config.model is None and is_checkpoint(config.weights):
-        return load_checkpoint(Path(config.weights), input_size=size)
-    fresh = config.weights == "random"
+    """The classifier of --model and --weights, at --image-size if given; fresh weights get these classes."""
+    model = config.model or (config.weights and checkpoint_architecture(Path(config.weights))) or "small"
+    weights = config.weights or ("random" if model == "small" else "pretrained")
+    fresh = weights == "random"
     return load_classifier(
-        config.model or "small",
-        config.weights,
+        model,
+        weights,
         num_classes=num_classes if fresh else None,
         class_names=class_names if fresh else None,
-        input_size=size,
+        input_size=parse_size(config.image_size, what="--image-size") if config.image_size else None,
         seed=config.seed,
     )
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from patchproof.records import ACCURACIES, Rate, Record, rates
+
+if TYPE_CHECKING:
+    from patchproof.training.loop import StepReport, Trainer
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -66,6 +69,51 @@ class RunProgress:
 @contextmanager
 def run_progress(console: Console, *, total: int, records: Sequence[Record]) -> Iterator[RunProgress]:
     progress = RunProgress(console, total=total, records=records)
+    with progress.bar:
+        yield progress
+
+
+class TrainingProgress:
+    """Epoch, loss, images a second, how much of the time the search takes, and what is left."""
+
+    def __init__(self, console: Console, trainer: Trainer, *, shown: bool) -> None:
+        self.console, self.trainer, self.shown = console, trainer, shown
+        self.search = self.time = self.images = 0.0
+        self.loss: float | None = None
+        self.last_line = time.monotonic()
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[words]}"),
+            console=console,
+            disable=not (shown and console.is_terminal),
+        )
+        self.task = self.bar.add_task("train", total=trainer.total_steps, completed=trainer.step, words="")
+
+    def add(self, report: StepReport) -> None:
+        self.search, self.time = self.search + report.search_seconds, self.time + report.seconds
+        self.images += report.images * self.trainer.accelerator.num_processes
+        self.loss = report.loss if self.loss is None else 0.95 * self.loss + 0.05 * report.loss
+        self.bar.update(self.task, completed=report.step, words=self._text(report))
+        if self.shown and not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            self.console.print(f"{report.step}/{self.trainer.total_steps}  {self._text(report)}", highlight=False)
+            self.last_line = time.monotonic()
+
+    def _text(self, report: StepReport) -> str:
+        rate, share = self.images / self.time, self.search / self.time
+        return (
+            f"epoch {report.epoch + 1}/{self.trainer.plan.epochs} · loss {self.loss:.3f} · {rate:.0f} images/s · "
+            f"search {100 * share:.0f}% of the time"
+        )
+
+
+@contextmanager
+def training_progress(console: Console, trainer: Trainer, *, shown: bool) -> Iterator[TrainingProgress]:
+    progress = TrainingProgress(console, trainer, shown=shown)
     with progress.bar:
         yield progress
 

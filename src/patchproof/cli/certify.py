@@ -20,7 +20,8 @@ from patchproof.cli._show import results_table, run_progress
 from patchproof.config import CertifyConfig
 from patchproof.data import Batch, ImageSource, iterate_batches, spread_indices
 from patchproof.defenses.patchcleanser import FIRST_BLOCK
-from patchproof.evaluation import as_images, evaluate_batch
+from patchproof.evaluation import evaluate_batch
+from patchproof.masking import as_images
 from patchproof.models import match_labels
 from patchproof.records import Record, RunFolder, check_prefix, summarize
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from patchproof.cli._setup import Setup, checked, open_classifier, prepare
 from patchproof.config import PredictConfig
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
-from patchproof.evaluation import as_images
+from patchproof.masking import as_images
 from patchproof.models import ImageClassifier
 from patchproof.types import InputError, Size
 
@@ -126,7 +126,7 @@ def label_name(classifier: ImageClassifier, label: int) -> str:
 def _wordnet_words(name: str) -> str | None:
     if not (len(name) == 9 and name.startswith("n") and name[1:].isdigit()):
         return None
-    from timm.data import ImageNetInfo
+    from timm.data.imagenet_info import ImageNetInfo
 
     words = ImageNetInfo().label_name_to_description(name, detailed=False)
     return words.split(",")[0] if words else None

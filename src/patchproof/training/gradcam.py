@@ -105,6 +105,6 @@ def _as_grid(classifier: nn.Module, values: Tensor) -> Float[Tensor, "b c gh gw"
     if values.ndim == 4:
         return values
     transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
-    height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr]
+    height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr,misc]
     tokens = values[:, values.shape[1] - height * width :]
     return tokens.transpose(1, 2).unflatten(2, (height, width))

@@ -1,85 +1,265 @@
-"""Fine-tune a classifier on masked copies, in memory."""
+"""Fine-tuning on masked copies. A step depends on nothing but the seed, its number and the weights before it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64, UInt8
+from accelerate import Accelerator
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.masking import fill_colour, occlude
-from patchproof.training.strategies import MaskingStrategy
-from patchproof.types import CheckError
+from patchproof.data import Batch, ImageSource, iterate_batches
+from patchproof.masking import Engine, as_images, fill_colour, occlude
+from patchproof.models import ImageClassifier
+from patchproof.training.augment import flip_and_crop
+from patchproof.training.plan import Plan
+from patchproof.training.strategies import MaskPair, masking_strategy
+from patchproof.types import CheckError, InputError, Preprocessing
+
+MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """SGD with momentum 0.9, learning rate warmed up over the first steps and brought to zero along a cosine."""
+class StepReport:
+    """What one optimiser step did; `loss` is the mean over all processes."""
 
-    epochs: int
-    learning_rate: float
-    batch_size: int = 64
-    weight_decay: float = 5e-4
-
-    def rate(self, progress: float) -> float:
-        """Learning rate after a share of the training."""
-        warm = 0.1
-        if progress < warm:
-            return self.learning_rate * progress / warm
-        cosine = torch.cos(torch.tensor(torch.pi * (progress - warm) / (1 - warm)))
-        return self.learning_rate * 0.5 * (1 + float(cosine))
-
-
-@dataclass(frozen=True)
-class EpochReport:
-    """What one pass over the data did."""
-
+    step: int
     epoch: int
     loss: float
+    learning_rate: float
+    images: int
     seconds: float
+    search_seconds: float
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Images to learn from: `classes[label]` is the classifier's output for a label of the source."""
+
+    source: ImageSource
+    indices: Sequence[int]
+    classes: Int64[Tensor, "labels"]
+    preprocessing: Preprocessing
+    workers: int = 2
+
+
+class Trainer:
+    """Owns the weights while they change; `run` yields a report after every step, and can begin at any step."""
+
+    def __init__(
+        self,
+        classifier: ImageClassifier,
+        data: TrainingData,
+        plan: Plan,
+        *,
+        accelerator: Accelerator,
+        masks: MaskPair | None = None,
+        chunk: int = 256,
+    ) -> None:
+        self.plan, self.data, self.accelerator = plan, data, accelerator
+        self.classifier = classifier
+        _check_batch(classifier, plan, accelerator.num_processes)
+        trained = _trained_parameters(classifier, head_only=plan.head_only)
+        self.model, self.optimizer = accelerator.prepare(classifier, _optimizer(trained, plan))
+        self.generator = torch.Generator()
+        self.strategy = masking_strategy(
+            plan.strategy,
+            image_size=classifier.input_size,
+            generator=self.generator,
+            masks=masks,
+            engine=Engine(chunk=chunk, precision=plan.precision),
+        )
+        self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
+        self.step = 0
+        self.steps_per_epoch = self._count_steps()
+
+    def _count_steps(self) -> int:
+        """Batches of an epoch. A last one too small for every process to have two images is left out."""
+        whole, rest = divmod(len(self.data.indices), self.plan.batch_size)
+        steps = whole + (rest >= 2 * self.accelerator.num_processes)
+        if not steps:
+            raise InputError(f"{len(self.data.indices)} training images are too few for one batch")
+        return steps
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps_per_epoch * self.plan.epochs
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights to validate and ship: the running average if there is one."""
+        return self.average if self.average is not None else self.classifier.state_dict()
+
+    def run(self) -> Iterator[StepReport]:
+        """Train from `self.step` to the end."""
+        while self.step < self.total_steps:
+            epoch, done = divmod(self.step, self.steps_per_epoch)
+            for batch in self._batches(epoch, skip=done):
+                yield self._train_on(batch, epoch)
+
+    def _batches(self, epoch: int, *, skip: int) -> Iterator[Batch]:
+        """This process's share of each batch of the epoch, from batch `skip` on."""
+        generator = torch.Generator().manual_seed(_mixed(self.plan.seed, epoch, 1))
+        order = torch.randperm(len(self.data.indices), generator=generator)[
+            : self.steps_per_epoch * self.plan.batch_size
+        ]
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = torch.cat([batch[rank::world] for batch in order.split(self.plan.batch_size)][skip:])
+        return iterate_batches(
+            self.data.source,
+            self.data.preprocessing,
+            [self.data.indices[i] for i in mine.tolist()],
+            batch_size=self.plan.batch_size // world,
+            workers=self.data.workers,
+        )
+
+    def _train_on(self, batch: Batch, epoch: int) -> StepReport:
+        started = time.perf_counter()
+        rate = self.plan.rate(self.step / self.steps_per_epoch)
+        with self._randomness_of_step():
+            images, labels = self._to_device(batch)
+            keep = self._search(images, labels)
+            searched = time.perf_counter()
+            loss = self._update(images, labels, keep, rate)
+        self._update_average()
+        self.step += 1
+        seconds = time.perf_counter() - started
+        return StepReport(self.step, epoch, loss, rate, len(images), seconds, searched - started)
+
+    @contextmanager
+    def _randomness_of_step(self) -> Iterator[None]:
+        """Masks, augmentation and dropout drawn from the seed and the number of the step, so that a resumed run draws
+        the same; outside, the random state is the caller's."""
+        seed = _mixed(self.plan.seed, self.step, 2 + self.accelerator.process_index)
+        self.generator.manual_seed(seed)
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
+    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        device = self.accelerator.device
+        images = as_images(batch.images, device)
+        if self.plan.augment == "light":
+            images = flip_and_crop(images, self.generator)
+        return images, self.data.classes[batch.labels].to(device)
+
+    def _search(self, images: Tensor, labels: Tensor) -> Bool[Tensor, "copies b 1 h w"]:
+        keep = self.strategy(self.classifier, images, labels)
+        if images.is_cuda:
+            torch.cuda.synchronize(images.device)
+        return torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep
+
+    def _update(self, images: Tensor, labels: Tensor, keep: Tensor, rate: float) -> float:
+        """One optimiser step on the mean loss over images and copies, in parts; returns that loss."""
+        _train_mode(self.classifier, head_only=self.plan.head_only)
+        # With unequal shares, gradients averaged over processes would weigh images unequally; this undoes it.
+        total = self.accelerator.reduce(torch.tensor(float(len(images)), device=images.device), "sum")
+        weight = float(self.accelerator.num_processes / total)
+        parts = list(
+            zip(
+                *(t.tensor_split(self.plan.accumulate) for t in (images, labels)),
+                keep.tensor_split(self.plan.accumulate, dim=1),
+                strict=True,
+            )
+        )
+        loss = torch.zeros((), device=images.device)
+        for number, part in enumerate(parts):
+            with self._synchronised(last=number == len(parts) - 1):
+                summed = masked_loss(self.model, *part, smoothing=self.plan.label_smoothing) * len(part[0]) * weight
+                self.accelerator.backward(summed)
+            loss += summed.detach() / self.accelerator.num_processes
+        mean = float(self.accelerator.reduce(loss, "sum"))
+        if not torch.isfinite(torch.tensor(mean)):
+            raise CheckError(
+                f"the loss became {mean} at step {self.step + 1}; the last good checkpoint is kept: lower the learning "
+                "rate, or use --precision bf16 instead of fp16"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return mean
+
+    def _synchronised(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def _update_average(self) -> None:
+        if self.average is None:
+            return
+        decay = min(self.plan.ema, (1 + self.step) / (10 + self.step))
+        for name, value in self.classifier.state_dict().items():
+            if value.is_floating_point():
+                self.average[name].lerp_(value.detach(), 1 - decay)
+            else:
+                self.average[name].copy_(value)
 
 
 def masked_loss(
-    classifier: nn.Module, images: Tensor, labels: Tensor, keep: Bool[Tensor, "copies b 1 h w"]
+    classifier: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, "b"],
+    keep: Bool[Tensor, "copies b 1 h w"],
+    *,
+    smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy over the masked copies; the clean image is not in it."""
-    copies = occlude(images.expand(len(keep), -1, -1, -1, -1), keep, fill_colour(classifier, images))
-    return functional.cross_entropy(classifier(copies.flatten(0, 1)), labels.repeat(len(keep)))
-
-
-def fit(
-    classifier: nn.Module,
-    pixels: UInt8[Tensor, "n c h w"],
-    labels: Int64[Tensor, "n"],
-    strategy: MaskingStrategy,
-    *,
-    schedule: Schedule,
-    generator: torch.Generator,
-) -> Iterator[EpochReport]:
-    """Train in place, one report an epoch; the classifier is left in eval mode."""
-    optimizer = torch.optim.SGD(
-        classifier.parameters(), lr=0.0, momentum=0.9, weight_decay=schedule.weight_decay, nesterov=True
+    fill = fill_colour(
+        getattr(classifier, "module", classifier) if not hasattr(classifier, "fill") else classifier, images
     )
-    steps = -(-len(pixels) // schedule.batch_size)
-    for epoch in range(schedule.epochs):
-        started, losses = time.monotonic(), []
-        for step, chosen in enumerate(torch.randperm(len(pixels), generator=generator).split(schedule.batch_size)):
-            images, targets = pixels[chosen].float() / 255, labels[chosen]
-            keep = strategy(classifier.eval(), images, targets)
-            loss = masked_loss(classifier.train(), images, targets, keep)
-            if not torch.isfinite(loss):
-                raise CheckError(
-                    f"the loss is {float(loss)} in epoch {epoch + 1}, step {step + 1}; lower the learning rate"
-                )
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.rate((epoch * steps + step) / (schedule.epochs * steps))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
-        classifier.eval()
-        yield EpochReport(epoch + 1, sum(losses) / len(losses), time.monotonic() - started)
+    copies = occlude(images.expand(len(keep), -1, -1, -1, -1), keep, fill)
+    logits = classifier(copies.flatten(0, 1)).float()
+    return functional.cross_entropy(logits, labels.repeat(len(keep)), label_smoothing=smoothing)
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed from several numbers, each of which changes all of it (SplitMix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+        state ^= state >> 31
+    return state % 2**63
+
+
+def _optimizer(parameters: list[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    if plan.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=plan.learning_rate, weight_decay=plan.weight_decay)
+    return torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
+
+
+def _head(classifier: ImageClassifier) -> nn.Module:
+    head = getattr(classifier.module, "get_classifier", None)
+    if head is None:
+        raise InputError("--head-only needs a network with get_classifier(), as timm's have")
+    return head()
+
+
+def _trained_parameters(classifier: ImageClassifier, *, head_only: bool) -> list[nn.Parameter]:
+    if head_only:
+        classifier.requires_grad_(False)
+        _head(classifier).requires_grad_(True)
+    return [p for p in classifier.parameters() if p.requires_grad]
+
+
+def _train_mode(classifier: ImageClassifier, *, head_only: bool) -> None:
+    """Frozen layers stay in eval mode: their normalisation statistics are frozen too."""
+    classifier.train(not head_only)
+    if head_only:
+        _head(classifier).train()
+
+
+def _check_batch(classifier: nn.Module, plan: Plan, processes: int) -> None:
+    if plan.batch_size % processes:
+        raise InputError(f"--batch-size {plan.batch_size} does not divide among {processes} processes")
+    smallest = plan.batch_size // processes // plan.accumulate
+    normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in classifier.modules())
+    if smallest < 2 and normalises and not plan.head_only:
+        raise InputError(
+            "BatchNorm cannot learn from batches of one image; choose a larger --batch-size, or a smaller --accumulate"
+        )

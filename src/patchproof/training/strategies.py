@@ -68,14 +68,19 @@ def masking_strategy(
     engine: Engine | None = None,
 ) -> MaskingStrategy:
     """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`."""
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
-        raise InputError(f"unknown masking strategy `{name}`; {hint}")
+    require_strategy(name)
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
     return STRATEGIES[name].build(Ingredients(image_size, pair, generator, engine or Engine()))
+
+
+def require_strategy(name: str) -> None:
+    """Refuse an unknown name, naming the nearest known one."""
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
+        raise InputError(f"unknown masking strategy `{name}`; {hint}")
 
 
 @dataclass(frozen=True)

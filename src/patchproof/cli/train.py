@@ -1,0 +1,300 @@
+"""`patchproof train`: fine-tune a classifier on the masks that hurt it most."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+
+from patchproof.cli._manifest import training_manifest
+from patchproof.cli._setup import choose_chunk, choose_device, choose_preprocessing, open_classifier, open_source
+from patchproof.cli._show import percent, results_table, training_progress
+from patchproof.cli._validate import Validation
+from patchproof.cli.certify import Run
+from patchproof.config import CertifyConfig, TrainConfig, parse_batch_size, parse_patches
+from patchproof.data import ImageSource, open_dataset, spread_indices
+from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.models import ImageClassifier, match_labels, replace_head, save_checkpoint
+from patchproof.recipes import find_recipe
+from patchproof.records import RunFolder
+from patchproof.training import Plan, paper_learning_rate, require_strategy
+from patchproof.types import InputError, Size
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from patchproof.training.loop import StepReport, Trainer
+
+
+def train(*, config: Annotated[TrainConfig, Parameter(name="*")] = TrainConfig()) -> int:
+    """Fine-tune on masked copies, validate and save after each epoch; a killed run goes on with --resume."""
+    console = Console()
+    run = TrainRun.begin(config)
+    results = run.execute(Console(stderr=True))
+    if run.accelerator.is_main_process:
+        best = results["best"]
+        console.print(
+            f"best epoch {best['epoch']} of {config.epochs}: undefended {percent(best['undefended']['rate'])}, "
+            f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images (3×3 masks)"
+        )
+        console.print(f"checkpoints and log: {escape(str(run.folder.path))}", soft_wrap=True)
+        if config.recipe:
+            certify_recipe(config, run.folder.path, console)
+    return 0
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """One fine-tuning: what learns, from what, into which folder."""
+
+    config: TrainConfig
+    plan: Plan
+    trainer: Trainer
+    shipped: ImageClassifier
+    validation: Validation
+    source: ImageSource
+    folder: RunFolder
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.trainer.accelerator
+
+    @classmethod
+    def begin(cls, config: TrainConfig) -> TrainRun:
+        import copy
+
+        from patchproof.training.loop import Trainer, TrainingData
+
+        require_strategy(config.strategy)
+        accelerator = start_accelerator(config)
+        source, held_out = open_sources(config)
+        classifier = with_classes_of(source, open_start(config, source), seed=config.seed)
+        shipped = copy.deepcopy(classifier).to(accelerator.device)
+        plan = make_plan(config, classifier.architecture)
+        data = TrainingData(
+            source,
+            spread_indices(source, config.limit),
+            torch.tensor(match_labels(source.class_names, classifier)),
+            choose_preprocessing(classifier, low_resolution=source.low_resolution),
+            workers=config.workers,
+        )
+        chunk = choose_chunk("auto", classifier.input_size, accelerator.device)
+        masks = training_pair(config.mask_patch, classifier.input_size)
+        trainer = Trainer(classifier, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
+        validation = Validation.on(held_out, shipped, config, accelerator.device)
+        folder = RunFolder(config.output or Path("runs") / default_name(config, source, classifier.architecture))
+        return cls(config, plan, trainer, shipped, validation, source, folder)
+
+    def execute(self, console: Console) -> dict[str, Any]:
+        """Train what is not trained yet. Only the main process writes."""
+        from patchproof.training.checkpoint import load_training
+
+        manifest = training_manifest(self.config, self.plan, self.shipped, self.trainer, self.validation.source)
+        with self.folder.open_shared(manifest, resume=self.config.resume, writes=self.accelerator.is_main_process):
+            resumed = load_training(self.folder.path / "checkpoint-last", self.trainer)
+            notes = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
+            log = TrainingLog(self.folder.path / "log.jsonl", writes=self.accelerator.is_main_process)
+            log.cut_after(self.trainer.step)
+            with training_progress(console, self.trainer, shown=self.accelerator.is_main_process) as progress:
+                for report in self._steps(notes):
+                    log.step(report)
+                    progress.add(report)
+                    if report.step % self.trainer.steps_per_epoch == 0:
+                        self._finish_epoch(report, notes, log, progress.console)
+            results = {"schema": 1, "status": "complete", "best": notes["best"], **notes}
+            if self.accelerator.is_main_process:
+                self.folder.write_results(results)
+        self.accelerator.end_training()
+        return results
+
+    def _steps(self, notes: dict[str, Any]) -> Iterator[StepReport]:
+        """The reports of the run; between epochs a checkpoint is saved now and then."""
+        saved = clock = time.monotonic()
+        for report in self.trainer.run():
+            yield report
+            notes["seconds"] += time.monotonic() - clock
+            clock = time.monotonic()
+            if clock - saved > 60 * self.config.checkpoint_minutes:
+                self._save("checkpoint-last", notes)
+                saved = time.monotonic()
+
+    def _finish_epoch(self, report: StepReport, notes: dict[str, Any], log: TrainingLog, console: Console) -> None:
+        """Validate, note, and save; `checkpoint-best` is chosen by certified accuracy, then by the undefended one."""
+        self.shipped.load_state_dict(self.trainer.weights())
+        found = self.validation.measure(self.shipped) if self.accelerator.is_main_process else None
+        self.accelerator.wait_for_everyone()
+        if found is None:
+            return
+        epoch = {"epoch": report.epoch + 1, "step": report.step, **{k: r.as_dict() for k, r in found.items()}}
+        notes["epochs"].append(epoch)
+        if notes["best"] is None or _score(epoch) > _score(notes["best"]):
+            notes["best"] = epoch
+            save_checkpoint(self.shipped, self.folder.path / "checkpoint-best", extra=epoch)
+        log.epoch(epoch)
+        self._track(epoch)
+        self._save("checkpoint-last", notes)
+        console.print(
+            f"epoch {epoch['epoch']}: loss {report.loss:.3f}, undefended {percent(found['undefended'].rate)}, "
+            f"certified {percent(found['certified'].rate)}",
+            highlight=False,
+        )
+
+    def _save(self, name: str, notes: dict[str, Any]) -> None:
+        from patchproof.training.checkpoint import save_training
+
+        if self.accelerator.is_main_process:
+            self.shipped.load_state_dict(self.trainer.weights())
+            save_training(self.folder.path / name, self.trainer, self.shipped, notes)
+
+    def _track(self, epoch: dict[str, Any]) -> None:
+        values = {f"validation/{k}": epoch[k]["rate"] for k in ("undefended", "certified")}
+        self.accelerator.log(values, step=epoch["step"])
+
+
+def _score(epoch: dict[str, Any]) -> tuple[int, int]:
+    return epoch["certified"]["k"], epoch["undefended"]["k"]
+
+
+class TrainingLog:
+    """log.jsonl: a line a step and a line an epoch, each on its own, so that curves can be drawn while it grows."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path, self.writes = path, writes
+
+    def step(self, report: StepReport) -> None:
+        self._add({"kind": "step", **asdict(report)})
+
+    def epoch(self, values: dict[str, Any]) -> None:
+        self._add({"kind": "epoch", **values})
+
+    def _add(self, values: dict[str, Any]) -> None:
+        if self.writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def cut_after(self, step: int) -> None:
+        """Forget the steps after the checkpoint: they will be done again."""
+        if not self.writes or not self.path.exists():
+            return
+        lines = self.path.read_text("utf-8", errors="replace").split("\n")
+        kept = [line for line in lines if _step_of(line) is not None and int(_step_of(line) or 0) <= step]
+        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> int | None:
+    """The step a line is about; None for a line cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def start_accelerator(config: TrainConfig) -> Accelerator:
+    from accelerate import Accelerator
+
+    from patchproof.training.loop import MIXED
+
+    device = choose_device(config.device)
+    trackers = None if config.track == "none" else config.track
+    try:
+        accelerator = Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision=MIXED[config.precision],
+            log_with=trackers,
+            project_dir=str(config.output or "runs"),
+        )
+        if trackers:
+            accelerator.init_trackers("patchproof")
+    except (ValueError, ImportError) as error:
+        raise InputError(
+            f"--precision {config.precision} or --track {config.track} cannot be had here: {error}"
+        ) from error
+    return accelerator
+
+
+def open_sources(config: TrainConfig) -> tuple[ImageSource, ImageSource]:
+    """The images to learn from and, never the same, those to validate on."""
+    split = config.split or (None if config.validation else "train")
+    source = open_dataset(config.dataset, data_dir=config.data_dir, split=split, download=config.download)
+    held_out = open_dataset(config.validation) if config.validation else open_source(replace(config, split=None))
+    if held_out.listing_sha256() == source.listing_sha256():
+        raise InputError("the validation images are the training images; name others with --validation FOLDER")
+    return source, held_out
+
+
+def open_start(config: TrainConfig, source: ImageSource) -> ImageClassifier:
+    return open_classifier(config, num_classes=len(source.class_names), class_names=source.class_names)
+
+
+def with_classes_of(source: ImageSource, classifier: ImageClassifier, *, seed: int) -> ImageClassifier:
+    """The classifier itself if it answers exactly the data set's classes, else with a fresh last layer for them."""
+    if classifier.class_names == tuple(source.class_names):
+        return classifier
+    return replace_head(classifier, len(source.class_names), source.class_names, seed=seed)
+
+
+def make_plan(config: TrainConfig, architecture: str) -> Plan:
+    batch_size = parse_batch_size(config.batch_size)
+    if batch_size is None:
+        raise InputError("--batch-size auto is for certification; training needs a number, e.g. 64")
+    return Plan(
+        strategy=config.strategy,
+        epochs=config.epochs,
+        batch_size=batch_size,
+        learning_rate=config.learning_rate or paper_learning_rate(architecture),
+        schedule=config.schedule,
+        warmup_epochs=config.warmup_epochs,
+        optimizer=config.optimizer,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        label_smoothing=config.label_smoothing,
+        ema=config.ema,
+        augment=config.augment,
+        clean_copies=config.clean_copies,
+        head_only=config.head_only,
+        accumulate=config.accumulate,
+        seed=config.seed,
+        precision=config.precision,
+    )
+
+
+def training_pair(patch: str, image_size: Size) -> Any:
+    threat = PatchThreat(image_size, parse_patches(patch, image_size))
+    return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
+
+
+def certify_recipe(config: TrainConfig, folder: Path, console: Console) -> None:
+    """Every patch and mask set of the recipe's row, with the paper's number beside ours."""
+    recipe = find_recipe(str(config.recipe))
+    for expected in recipe.expectations:
+        settings = CertifyConfig(
+            weights=str(folder / "checkpoint-last"),
+            dataset=config.dataset,
+            data_dir=config.data_dir,
+            patch=expected.patch,
+            masks=expected.masks,
+            device=config.device,
+            limit=config.limit,
+            skip_bad=config.skip_bad,
+            output=folder / f"certify-{expected.patch}-{expected.masks}x{expected.masks}",
+            resume=True,
+        )
+        run = Run.begin(settings)
+        console.print(results_table(run.execute(Console(stderr=True)), title=run.title))
+        clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
+        console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")
+
+
+def default_name(config: TrainConfig, source: ImageSource, architecture: str) -> str:
+    limit = f"-first{config.limit}" if config.limit else ""
+    name = f"train-{source.name}-{architecture}-{config.strategy}-seed{config.seed}{limit}"
+    return re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -1,0 +1,22 @@
+"""Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
+
+from patchproof.models._checkpoint import checkpoint_architecture, checkpoint_extra, save_checkpoint, settled
+from patchproof.models._classifier import ImageClassifier
+from patchproof.models._identity import classifier_summary, match_labels, weights_sha256
+from patchproof.models._load import load_checkpoint, load_classifier, replace_head
+from patchproof.models._timm import list_models
+
+__all__ = [
+    "ImageClassifier",
+    "checkpoint_architecture",
+    "checkpoint_extra",
+    "classifier_summary",
+    "list_models",
+    "load_checkpoint",
+    "load_classifier",
+    "match_labels",
+    "replace_head",
+    "save_checkpoint",
+    "settled",
+    "weights_sha256",
+]
