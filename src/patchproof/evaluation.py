@@ -18,7 +18,7 @@ def evaluate_batch(
     defense: Defense,
     classifier: Classifier,
     images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, "b"],
+    labels: Int64[Tensor, " b"],
     *,
     indices: Sequence[int],
     paths: Sequence[str],

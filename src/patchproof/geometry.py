@@ -55,7 +55,7 @@ def square_side(percent: float, image_size: Size) -> int:
 class PatchThreat:
     """𝓡: one patch of any of `patch_sizes` (height, width), anywhere inside an image of `image_size`.
 
-    A smaller patch is inside one of these, so the sizes are upper bounds. An image no patch can reach has no sizes.
+    A smaller patch lies inside one of these, so the sizes are upper bounds.
     """
 
     image_size: Size
@@ -103,7 +103,17 @@ class Uncovered(Sequence[Rect]):
                 yield Rect(top, left, height, width)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return list(self)[index]
+        chosen = range(len(self))[index]
+        return [self._at(i) for i in chosen] if isinstance(chosen, range) else self._at(chosen)
+
+    def _at(self, index: int) -> Rect:
+        for (height, width), (top, bottom), (left, right) in self._boxes:
+            count = (bottom - top) * (right - left)
+            if index < count:
+                row, column = divmod(index, right - left)
+                return Rect(top + row, left + column, height, width)
+            index -= count
+        raise IndexError(index)
 
     def __repr__(self) -> str:
         return f"<{len(self)} uncovered patch positions>"
@@ -116,8 +126,8 @@ class Unions:
     The one-mask unions come first. A pair whose one mask lies inside the other is that other mask.
     """
 
-    first: Int64[Tensor, "unions"]
-    second: Int64[Tensor, "unions"]
+    first: Int64[Tensor, " unions"]
+    second: Int64[Tensor, " unions"]
     of_pair: Int64[Tensor, "n n"]
 
     def __len__(self) -> int:
@@ -156,7 +166,7 @@ class MaskSet:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
-        return Uncovered([box for size in threat.patch_sizes for box in self._uncovered_boxes(size)])
+        return Uncovered([box for size in dict.fromkeys(threat.patch_sizes) for box in self._uncovered_boxes(size)])
 
     def _uncovered_boxes(self, size: Size) -> list[tuple[Size, Interval, Interval]]:
         # A mask hides the patches whose top-left corner lies in a box; the boxes' edges cut the plane of corners into
@@ -302,6 +312,8 @@ def _resized(resize: int | Size | None, native_size: Size) -> Size:
 
 def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessing) -> Rect | None:
     """The smallest rectangle of the network input that holds every pixel the native `patch` can change."""
+    if not Rect(0, 0, *native_size).contains(patch):
+        raise InputError(f"{patch} is not inside the image of {native_size[0]}×{native_size[1]}")
     rows, columns = _influences(native_size, preprocessing)
     reached_rows = np.flatnonzero(rows[:, patch.top : patch.bottom].any(axis=1))
     reached_columns = np.flatnonzero(columns[:, patch.left : patch.right].any(axis=1))

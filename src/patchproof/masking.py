@@ -103,9 +103,9 @@ def forward(
 class Copies(NamedTuple):
     """Masked copies to evaluate: copy j is image `image[j]` under masks `first[j]` and `second[j]` together."""
 
-    image: Int64[Tensor, "j"]
-    first: Int64[Tensor, "j"]
-    second: Int64[Tensor, "j"]
+    image: Int64[Tensor, " j"]
+    first: Int64[Tensor, " j"]
+    second: Int64[Tensor, " j"]
 
     def chunks(self, size: int) -> Iterator[Copies]:
         for parts in zip(*(t.split(size) for t in self), strict=True):
@@ -132,14 +132,14 @@ def evaluate_copies(
     return torch.cat(answers) if answers else images.new_zeros(0)
 
 
-def top_two(logits: Float[Tensor, "j classes"]) -> tuple[Int64[Tensor, "j"], Float[Tensor, "j"]]:
+def top_two(logits: Float[Tensor, "j classes"]) -> tuple[Int64[Tensor, " j"], Float[Tensor, " j"]]:
     """The label (ties: the smallest) and the gap to the runner-up."""
     label = logits.argmax(dim=1)
     rest = logits.scatter(1, label[:, None], -torch.inf).amax(dim=1)
     return label, logits.gather(1, label[:, None])[:, 0] - rest
 
 
-def label_margin(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, "j"]) -> Float[Tensor, "j"]:
+def label_margin(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, " j"]:
     """Logit of the label minus the largest other one: negative when another label wins."""
     rest = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
     return logits.gather(1, labels[:, None])[:, 0] - rest
@@ -147,7 +147,7 @@ def label_margin(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, "j"])
 
 def clean_labels(
     classifier: Classifier, images: Float[Tensor, "b c h w"], *, engine: Engine | None = None
-) -> Int64[Tensor, "b"]:
+) -> Int64[Tensor, " b"]:
     """F(x), no mask at all: the undefended answer."""
     engine = engine or Engine()
     answers = []
@@ -171,7 +171,7 @@ class TwoMaskTable:
     classifier: Classifier
     images: Float[Tensor, "b c h w"]
     masks: MaskSet
-    labels: Int64[Tensor, "b"] | None = None
+    labels: Int64[Tensor, " b"] | None = None
     engine: Engine = field(default_factory=Engine)
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class TwoMaskTable:
         self.margin = torch.zeros(shape, dtype=torch.float32, device=device)
         self.forwards = torch.zeros(len(self.images), dtype=torch.int64, device=device)
 
-    def evaluate(self, image: Int64[Tensor, "j"], union: Int64[Tensor, "j"]) -> None:
+    def evaluate(self, image: Int64[Tensor, " j"], union: Int64[Tensor, " j"]) -> None:
         """Make these cells known."""
         new = ~self.known[image, union]
         image, union = image[new], union[new]
@@ -223,7 +223,7 @@ class TwoMaskTable:
         self.margin[image, union] = answers[:, 2]
         self.forwards.index_add_(0, image, torch.ones_like(image))
 
-    def against(self, labels: Int64[Tensor, "b"]) -> TwoMaskTable:
+    def against(self, labels: Int64[Tensor, " b"]) -> TwoMaskTable:
         """Measure margins against these labels from now on; what is known is kept.
 
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
@@ -232,7 +232,7 @@ class TwoMaskTable:
         self.margin = torch.where(self.label == labels[:, None], self.gap, -self.gap)
         return self
 
-    def labels_under(self, image: Int64[Tensor, "j"], mask: Int64[Tensor, "j"]) -> Int64[Tensor, "j n"]:
+    def labels_under(self, image: Int64[Tensor, " j"], mask: Int64[Tensor, " j"]) -> Int64[Tensor, "j n"]:
         """The second round of copy (image, mask): its label under every further mask."""
         union = self.of_pair[mask]
         self.evaluate(image.repeat_interleave(union.shape[1]), union.flatten())

@@ -47,3 +47,8 @@ class Preprocessing:
     crop: Size | None = None
     interpolation: Interpolation = "bicubic"
     antialias: bool = True
+
+    def __post_init__(self) -> None:
+        sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (self.crop or ())
+        if min(sides) < 1:
+            raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")

@@ -27,7 +27,7 @@ class Validation:
 
     source: ImageSource
     pixels: UInt8[Tensor, "n c h w"]
-    labels: Int64[Tensor, "n"]
+    labels: Int64[Tensor, " n"]
     threat: PatchThreat
     engine: Engine
     device: torch.device

@@ -50,7 +50,9 @@ class BadImageError(CheckError):
 
     def __str__(self) -> str:
         # repr: a name may hold line breaks or bytes that are not text, the message stays one printable line
-        return f"cannot use image {self.path!r}: {self.reason}; repair or remove the file, or skip bad images (--skip-bad)"
+        return (
+            f"cannot use image {self.path!r}: {self.reason}; repair or remove the file, or skip bad images (--skip-bad)"
+        )
 
 
 def decode(file: File) -> Image.Image:

@@ -35,7 +35,7 @@ class Batch:
 
     indices: list[int]
     images: UInt8[Tensor, "b 3 h w"]
-    labels: Int64[Tensor, "b"]
+    labels: Int64[Tensor, " b"]
     bad: list[BadImage]
 
 

@@ -21,11 +21,11 @@ class Certificates:
     `forwards` counts the passes this image took.
     """
 
-    certified: Bool[Tensor, "b"]
-    margin: Float[Tensor, "b"]
-    forwards: Int64[Tensor, "b"]
+    certified: Bool[Tensor, " b"]
+    margin: Float[Tensor, " b"]
+    forwards: Int64[Tensor, " b"]
     witness: Int64[Tensor, "b 2"]
-    witness_label: Int64[Tensor, "b"]
+    witness_label: Int64[Tensor, " b"]
 
     def cpu(self) -> Certificates:
         return _on_cpu(self)
@@ -35,10 +35,10 @@ class Certificates:
 class Assessment:
     """A defence's answers together with certificates about `labels`; `unanimous`: the first round agreed."""
 
-    predictions: Int64[Tensor, "b"]
-    labels: Int64[Tensor, "b"]
+    predictions: Int64[Tensor, " b"]
+    labels: Int64[Tensor, " b"]
     certificates: Certificates
-    unanimous: Bool[Tensor, "b"]
+    unanimous: Bool[Tensor, " b"]
 
     def cpu(self) -> Assessment:
         return _on_cpu(self)
@@ -53,8 +53,8 @@ def _on_cpu(result: Result) -> Result:
 class Defense(Protocol):
     """A certified image keeps its label under every patch of the threat: predict(x') = y for all x' ∈ 𝓐_𝓡(x)."""
 
-    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b"]: ...
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]: ...
 
-    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]) -> Certificates: ...
+    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates: ...
 
-    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"] | None = None) -> Assessment: ...
+    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment: ...

@@ -17,7 +17,7 @@ from patchproof.types import Classifier, InputError
 FIRST_BLOCK = 4  # copies of an image evaluated before the first look for a wrong label; then twice as many, and so on
 
 
-def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, "b"]:
+def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
     """The most frequent label; among equals the smallest."""
     votes = (labels[:, :, None] == labels[:, None, :]).sum(dim=2)
     most = votes == votes.amax(dim=1, keepdim=True)
@@ -26,7 +26,7 @@ def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, "b"]:
 
 def double_masking(
     first: Int64[Tensor, "b n"], second: Callable[[Tensor, Tensor], Int64[Tensor, "j n"]]
-) -> Int64[Tensor, "b"]:
+) -> Int64[Tensor, " b"]:
     """Algorithm 1: a disagreeing copy whose second round is unanimous wins, else the majority.
 
     `second(image, mask)` gives the labels of those one-mask copies under every further mask: a table look-up or a
@@ -67,16 +67,16 @@ class PatchCleanser:
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
 
-    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b"]:
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Two rounds of masking (Algorithm 1); the second only where the first disagrees."""
         table = self._table(images)
         return double_masking(table.one_mask_labels(), table.labels_under)
 
-    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]) -> Certificates:
+    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), giving up on an image at its first wrong label."""
         return self._certify(self._table(images, labels))
 
-    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"] | None = None) -> Assessment:
+    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table, so that no copy is evaluated for both.
 
         Without labels the certificate is about the prediction: no patch on this very image changes the answer.
@@ -103,7 +103,7 @@ class PatchCleanser:
         certified[alive] = True
         return _certificates(table, certified)
 
-    def _one_mask_order(self, table: TwoMaskTable) -> Int64[Tensor, "n"]:
+    def _one_mask_order(self, table: TwoMaskTable) -> Int64[Tensor, " n"]:
         """Central masks first: they hide the object more often than those at the rim."""
         height, width = self.masks.image_size
         offset = [
@@ -113,7 +113,7 @@ class PatchCleanser:
         return table.of_pair.diagonal()[order]
 
 
-def _survivors(table: TwoMaskTable, alive: Int64[Tensor, "a"], order: Int64[Tensor, "a u"]) -> Int64[Tensor, "s"]:
+def _survivors(table: TwoMaskTable, alive: Int64[Tensor, " a"], order: Int64[Tensor, "a u"]) -> Int64[Tensor, " s"]:
     """The images whose cells are all right, looked at block by block in each image's own order.
 
     Blocks start small and double: most images fail early or not at all. They depend on the image alone, so its cost
@@ -129,7 +129,7 @@ def _survivors(table: TwoMaskTable, alive: Int64[Tensor, "a"], order: Int64[Tens
     return alive
 
 
-def two_mask_order(table: TwoMaskTable, images: Int64[Tensor, "a"]) -> Int64[Tensor, "a u"]:
+def two_mask_order(table: TwoMaskTable, images: Int64[Tensor, " a"]) -> Int64[Tensor, "a u"]:
     """The two-mask cells of each image, those most likely to fail first: the smallest sum of one-mask margins."""
     pairs = table.first != table.second
     unions = torch.nonzero(pairs)[:, 0]
@@ -139,7 +139,7 @@ def two_mask_order(table: TwoMaskTable, images: Int64[Tensor, "a"]) -> Int64[Ten
     return unions[hardest]
 
 
-def _certificates(table: TwoMaskTable, certified: Bool[Tensor, "b"]) -> Certificates:
+def _certificates(table: TwoMaskTable, certified: Bool[Tensor, " b"]) -> Certificates:
     """Read margin and witness off the known cells: the failing cell of least margin, else the weakest one."""
     rows = torch.arange(len(table.images), device=certified.device)
     failing = table.known & ~table.right()

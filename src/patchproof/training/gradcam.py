@@ -19,7 +19,7 @@ _SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def grad_cam(
     classifier: Classifier,
     images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, "b"],
+    labels: Int64[Tensor, " b"],
     *,
     layer: nn.Module | None = None,
 ) -> Float[Tensor, "b h w"]:

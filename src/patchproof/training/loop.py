@@ -43,7 +43,7 @@ class TrainingData:
 
     source: ImageSource
     indices: Sequence[int]
-    classes: Int64[Tensor, "labels"]
+    classes: Int64[Tensor, " labels"]
     preprocessing: Preprocessing
     workers: int = 2
 
@@ -202,7 +202,7 @@ class Trainer:
 def masked_loss(
     classifier: nn.Module,
     images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, "b"],
+    labels: Int64[Tensor, " b"],
     keep: Bool[Tensor, "copies b 1 h w"],
     *,
     smoothing: float = 0.0,

@@ -49,7 +49,7 @@ class MaskingStrategy(Protocol):
         ...
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]: ...
 
 
@@ -105,7 +105,7 @@ class NoMasks:
     backwards: int = 0
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         return torch.ones(1, len(images), 1, *self.image_size, dtype=torch.bool, device=images.device)
 
@@ -121,7 +121,7 @@ class Cutout:
     backwards: int = 0
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         rows = self._hidden(len(images), self.image_size[0])
         columns = self._hidden(len(images), self.image_size[1])
@@ -146,7 +146,7 @@ class RandomMasks:
     backwards: int = 0
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         chosen = torch.randint(len(self.masks), (2, len(images)), generator=self.generator).to(images.device)
         keep = self.masks.keep(images.device)
@@ -165,7 +165,7 @@ class Gutout:
     backwards: int = 2
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         masks, fill = self.masks.keep(images.device), fill_colour(classifier, images)
         keep = torch.ones_like(masks[:1]).expand(len(images), -1, -1, -1)
@@ -175,7 +175,7 @@ class Gutout:
 
     def _most_salient(
         self, classifier: Classifier, images: Tensor, labels: Tensor, masks: Bool[Tensor, "n 1 h w"]
-    ) -> Int64[Tensor, "b"]:
+    ) -> Int64[Tensor, " b"]:
         with evaluating(classifier):
             salience = grad_cam(classifier, images, labels)
         return torch.einsum("bhw,nhw->bn", salience, (~masks[:, 0]).float()).argmax(dim=1)
@@ -187,7 +187,7 @@ class Search:
 
     classifier: Classifier
     images: Float[Tensor, "b c h w"]
-    labels: Int64[Tensor, "b"]
+    labels: Int64[Tensor, " b"]
     keep: Bool[Tensor, "n 1 h w"]
     engine: Engine
 
@@ -212,7 +212,7 @@ class Search:
     def _cross_entropy(self, logits: Tensor, image: Tensor) -> Tensor:
         return functional.cross_entropy(logits, self.labels[image], reduction="none")
 
-    def every(self, masks: Int64[Tensor, "k"]) -> Int64[Tensor, "b k"]:
+    def every(self, masks: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
         return masks.to(self.images.device).expand(len(self.images), -1)
 
 
@@ -230,7 +230,7 @@ class Greedy:
         return 2 * len(self.masks) - 1
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         search = Search(classifier, images, labels, self.masks.keep(images.device), self.engine)
         every = search.every(torch.arange(len(self.masks)))
@@ -262,7 +262,7 @@ class Grid:
         return len(self.masks) * (len(self.masks) + 1) // 2
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         search = Search(classifier, images, labels, self.masks.keep(images.device), self.engine)
         pairs = torch.tensor(list(combinations_with_replacement(range(len(self.masks)), 2)), device=images.device)
@@ -304,7 +304,7 @@ class MultiSizeGreedy:
         return 2 * (len(self.coarse) + max(map(len, self.children))) - int(known)
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         # Fine masks follow the coarse ones in `keep`, so mask i of the fine set is len(coarse) + i there.
         keep = torch.cat([self.coarse.keep(images.device), self.fine.keep(images.device)])
@@ -357,7 +357,7 @@ class Both:
         return sum(strategy.backwards for strategy in self.strategies)
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, "b"]
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         return torch.cat([strategy(classifier, images, labels) for strategy in self.strategies])
 
