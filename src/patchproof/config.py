@@ -159,8 +159,10 @@ class DemoConfig:
 
     output: Path | None = None
     """Folder for everything the demo makes; default: runs/demo, or the next free number."""
-    epochs: int = 4
+    epochs: int = 3
     """Passes over the 5,000 training images for each of the two strategies, after the common start."""
+    images: int = 400
+    """Test images to certify."""
     seed: int = 0
     """For the first weights, the order of the images and the masks."""
     device: str = "auto"

@@ -49,6 +49,8 @@ class Preprocessing:
     antialias: bool = True
 
     def __post_init__(self) -> None:
-        sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (self.crop or ())
+        sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (
+            self.crop or ()
+        )
         if min(sides) < 1:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")

@@ -25,7 +25,7 @@ def percent(rate: float) -> str:
 
 def interval_text(rate: Rate) -> str:
     low, high = rate.interval
-    return f"{percent(low)} – {percent(high)}"
+    return f"{100 * low:.1f} – {percent(high)}"
 
 
 class RunProgress:
@@ -119,9 +119,9 @@ def training_progress(console: Console, trainer: Trainer, *, shown: bool) -> Ite
 
 
 MEANING = {
-    "undefended": "the classifier alone, clean images",
-    "defended": "with double masking, clean images",
-    "certified": "provably right under any such patch",
+    "undefended": "clean images, classifier alone",
+    "defended": "clean images, double masking",
+    "certified": "under any such patch, provably",
 }
 
 
@@ -129,8 +129,8 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("accuracy")
     for name in ("images", "rate", "95% interval"):
-        table.add_column(name, justify="right")
-    table.add_column("what it counts", style="dim")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of what", style="dim")
     for name in ACCURACIES:
         rate = Rate(results[name]["k"], results[name]["n"])
         style = "bold green" if name == "certified" else None

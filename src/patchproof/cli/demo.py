@@ -22,7 +22,7 @@ from patchproof.types import InputError
 
 STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
-START_EPOCHS = 3
+START_EPOCHS = 2
 
 
 def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -> int:
@@ -36,7 +36,7 @@ def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -
     for number, strategy in enumerate(STRATEGIES, start=2):
         console.print(f"[bold]{number}. Fine-tune[/] it on masked copies: {strategy}")
         fit(config, folder / strategy, strategy, status, epochs=config.epochs, start=folder / "start")
-    console.print("[bold]4. Certify[/] 1,000 test images against any 5×5 patch (3% of the image), anywhere")
+    console.print(f"[bold]4. Certify[/] {config.images} test images against any 5×5 patch (3% of the image), anywhere")
     results = {(s, m): certify(config, folder, s, m, status) for s in STRATEGIES for m in MASKS}
     console.print(comparison(results))
     picture = folder / "worst-case-masks.png"
@@ -84,6 +84,7 @@ def certify(config: DemoConfig, folder: Path, strategy: str, masks: int, console
         weights=str(folder / strategy / "checkpoint-last"),
         masks=masks,
         device=config.device,
+        limit=config.images,
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
     return Run.begin(settings).execute(console)
@@ -91,14 +92,15 @@ def certify(config: DemoConfig, folder: Path, strategy: str, masks: int, console
 
 def comparison(results: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:
     """One row a strategy and mask set; certified accuracy with its interval."""
-    table = Table(title="accuracy on 1,000 test images", title_justify="left", header_style="bold")
-    for column in ("trained on", "certified with", "undefended", "defended", "certified", "95% interval", "passes"):
-        table.add_column(column, justify="left" if column in ("trained on", "certified with") else "right")
+    n = next(iter(results.values()))["certified"]["n"]
+    table = Table(title=f"accuracy on {n} test images", title_justify="left", header_style="bold")
+    for column in ("trained on", "masks", "undefended", "defended", "certified", "95% interval", "passes"):
+        table.add_column(column, justify="left" if column in ("trained on", "masks") else "right", no_wrap=True)
     for (strategy, masks), found in results.items():
         rate = Rate(found["certified"]["k"], found["certified"]["n"])
         table.add_row(
             strategy,
-            f"{masks}×{masks} masks",
+            f"{masks}×{masks}",
             percent(found["undefended"]["rate"]),
             percent(found["defended"]["rate"]),
             f"[bold green]{percent(rate.rate)}[/]",

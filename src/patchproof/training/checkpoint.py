@@ -33,8 +33,13 @@ class Resumed:
 def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, notes: Mapping[str, Any]) -> None:
     """Replace `folder` by the trainer's present state beside the classifier to ship; a kill leaves the old or the new.
 
-    `notes` is plain JSON that a resumed run gets back.
+    `notes` is plain JSON that a resumed run gets back. Weights that are NaN or infinite never replace good ones.
     """
+    if not all(torch.isfinite(v).all() for v in trainer.weights().values() if v.is_floating_point()):
+        raise CheckError(
+            f"the weights are NaN or infinite after step {trainer.step}; the last good checkpoint is kept: lower the "
+            "learning rate"
+        )
 
     def write(place: Path) -> None:
         safetensors.torch.save_file(_tensors(trainer), place / TENSORS)

@@ -1,0 +1,184 @@
+"""`patchproof train` as a user runs it: killed and resumed, resumed with something else, and told nonsense."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from patchproof.cli import run
+from patchproof.models import load_checkpoint
+from test_cli import assert_one_line
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """Two classes that can be told apart, in train and val."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 14), ("val", 5)):
+        for label, name in enumerate(("dark", "light")):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 128, (28, 28, 3)) + 127 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "data" / split / name / f"{number:02}.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+SETTINGS = {"--strategy": "greedy", "--epochs": "3", "--batch-size": "8", "--learning-rate": "0.05", "--device": "cpu"}
+
+
+def command(data: Path, *arguments: str) -> list[str]:
+    """`train` with these arguments, and the usual settings where they say nothing."""
+    usual = [word for flag, value in SETTINGS.items() if flag not in arguments for word in (flag, value)]
+    return ["train", "--dataset", str(data), *usual, *arguments]
+
+
+def train(data: Path, *arguments: str) -> int:
+    return run(command(data, *arguments))
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def weights(folder: Path, name: str = "checkpoint-last") -> bytes:
+    return (folder / name / "model.safetensors").read_bytes()
+
+
+def test_a_run_leaves_checkpoints_a_log_and_results(data, tmp_path):
+    assert train(data, "--output", "r") == 0
+    assert len(losses(tmp_path / "r")) == 12
+    results = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert [e["epoch"] for e in results["epochs"]] == [1, 2, 3]
+    best = max(results["epochs"], key=lambda e: (e["certified"]["k"], e["undefended"]["k"], -e["epoch"]))
+    assert results["best"] == best
+    for name in ("checkpoint-last", "checkpoint-best"):
+        classifier = load_checkpoint(tmp_path / "r" / name)
+        assert classifier.class_names == ("dark", "light")
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    assert manifest["search"] == {"forwards": 25, "backwards": 0}
+    assert run(["certify", "--weights", "r/checkpoint-best", "--dataset", str(data), "--output", "c"]) == 0
+
+
+def kill_after(steps: int, data: Path, folder: Path, *arguments: str) -> bool:
+    words = [sys.executable, "-m", "patchproof", *command(data, *arguments)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = folder / "log.jsonl"
+    while process.poll() is None:
+        if log.exists() and log.read_bytes().count(b'"step", "step"') >= steps:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.001)
+    return False
+
+
+@pytest.mark.parametrize("kills", [(5,), pytest.param((1, 3, 6, 7, 10, 11), marks=pytest.mark.slow)])
+def test_killed_and_resumed_the_curve_and_the_weights_are_those_of_an_undisturbed_run(data, tmp_path, kills):
+    saving = ("--checkpoint-minutes", "0")
+    assert train(data, "--output", "whole", *saving) == 0
+    folder, killed = tmp_path / "killed", 0
+    for steps in kills:
+        resume = ("--resume",) if (folder / "manifest.json").exists() else ()
+        killed += kill_after(steps, data, folder, "--output", "killed", *saving, *resume)
+    assert killed
+    assert train(data, "--output", "killed", "--resume", *saving) == 0
+    assert losses(folder) == losses(tmp_path / "whole")
+    for name in ("checkpoint-last", "checkpoint-best"):
+        assert weights(folder, name) == weights(tmp_path / "whole", name)
+
+
+def test_a_run_is_continued_only_with_what_it_began_with(data, tmp_path, capsys):
+    assert train(data, "--output", "r", "--limit", "16") == 0
+    capsys.readouterr()
+    assert train(data, "--output", "r") == 2
+    assert_one_line(capsys.readouterr().err, "already holds a run; continue it with --resume")
+    assert train(data, "--output", "r", "--resume", "--limit", "16", "--seed", "1") == 1
+    assert_one_line(capsys.readouterr().err.splitlines()[-1] + "\n", "cannot be continued: weights_sha256 was|plan was")
+
+
+def test_a_finished_run_resumed_changes_nothing(data, tmp_path):
+    assert train(data, "--output", "r") == 0
+    before = weights(tmp_path / "r"), losses(tmp_path / "r")
+    assert train(data, "--output", "r", "--resume") == 0
+    assert (weights(tmp_path / "r"), losses(tmp_path / "r")) == before
+
+
+def test_the_head_is_replaced_when_the_classes_differ(data, tmp_path):
+    assert train(data, "--output", "two") == 0
+    (tmp_path / "data" / "train" / "grey").mkdir()
+    (tmp_path / "data" / "val" / "grey").mkdir()
+    for split in ("train", "val"):
+        for number in range(4):
+            Image.new("L", (28, 28), 100 + number).save(tmp_path / "data" / split / "grey" / f"{number}.png")
+    assert train(data, "--weights", "two/checkpoint-last", "--output", "three", "--epochs", "1") == 0
+    assert load_checkpoint(tmp_path / "three" / "checkpoint-last").class_names == ("dark", "grey", "light")
+
+
+def test_a_damaged_checkpoint_is_named(data, tmp_path, capsys):
+    assert train(data, "--output", "r", "--epochs", "1") == 0
+    (tmp_path / "r" / "checkpoint-last" / "training.safetensors").write_bytes(b"cut")
+    capsys.readouterr()
+    assert train(data, "--output", "r", "--epochs", "1", "--resume") == 1
+    assert_one_line(capsys.readouterr().err, "checkpoint-last is damaged")
+
+
+def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path, capsys):
+    diverging = ("--learning-rate", "1e38", "--warmup-epochs", "100", "--schedule", "constant", "--strategy", "none")
+    assert train(data, "--output", "r", "--checkpoint-minutes", "0", *diverging) == 1
+    error = capsys.readouterr().err.splitlines()[-1] + "\n"
+    assert_one_line(
+        error, r"(the loss became \w+ at|weights are NaN or infinite after) step \d+; the last good checkpoint"
+    )
+    classifier = load_checkpoint(tmp_path / "r" / "checkpoint-last")
+    assert all(torch.isfinite(p).all() for p in classifier.parameters())
+
+
+WRONG = [
+    (["--strategy", "greddy"], "unknown masking strategy `greddy`; did you mean `greedy`"),
+    (["--batch-size", "1"], "BatchNorm cannot learn from batches of one image"),
+    (["--batch-size", "auto"], "--batch-size auto is for certification"),
+    (["--recipe", "imagenet-vit-greddy"], "unknown recipe `imagenet-vit-greddy`; did you mean `imagenet-vit-greedy`"),
+    (["--mask-patch", "90px"], "a 90×90 patch does not fit"),
+    (["--epochs", "0"], "--epochs must be at least 1"),
+    (["--weights", "pretrained"], "`small` has no pretrained weights"),
+    (["--learning-rte", "1"], "Unknown option: --learning-rte"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_input_is_one_line(data, capsys, arguments, message):
+    assert train(data, *arguments) == 2
+    assert_one_line(capsys.readouterr().err, message)
+    assert not Path("runs").exists()
+
+
+def test_validation_images_must_be_others(data, capsys):
+    code = train(data / "train", "--validation", str(data / "train"))
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, "the validation images are the training images")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(data, tmp_path):
+    """Same masks would need the same generator on every process; with `none` the mean gradient is the same."""
+    common = ["--dataset", str(data), "--strategy", "none", "--epochs", "1", "--batch-size", "8", "--device", "cpu"]
+    frozen = ["--head-only", "--learning-rate", "0.05", "--schedule", "constant"]
+    assert run(["train", *common, *frozen, "--output", "one"]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchproof", "train"]
+    subprocess.run([*torchrun, *common, *frozen, "--output", "two"], check=True, timeout=300)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -1,0 +1,50 @@
+"""The paper's rows by name, with the numbers it prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchproof.recipes import ARCHITECTURES, find_recipe, matching_recipes, recipes
+from patchproof.training import STRATEGIES
+from patchproof.types import InputError
+
+
+def certified(name: str) -> dict[tuple[str, int], float]:
+    return {(e.patch, e.masks): e.certified for e in find_recipe(name).expectations}
+
+
+def test_the_abstracts_numbers_are_there():
+    assert certified("imagenet-vit-cutout")["3%", 6] == 58.1
+    assert certified("imagenet-vit-greedy")["3%", 6] == 62.3
+    assert certified("imagenet-vit-greedy")["3%", 3] == 57.7
+
+
+def test_one_cell_of_each_table():
+    assert certified("cifar10-convnext-rand")["35px", 6] == 81.9  # Table 1
+    assert certified("svhn-resnet-cutout")["35px", 3] == 43.4  # Table 2
+    assert certified("cifar100-resnet-gutout6x6")["35px", 6] == 51.7  # Table 3
+    assert certified("svhn-vit-grid6x6")["35px", 6] == 78.1  # Table A1
+    assert ("3%", 3) not in certified("imagenette-resnet-cutout") or certified("imagenette-resnet-cutout")[
+        "3%", 3
+    ] == 91.6
+
+
+def test_what_the_paper_could_not_train_is_no_recipe():
+    with pytest.raises(InputError, match="unknown recipe `imagenet-vit-grid6x6`; did you mean"):
+        find_recipe("imagenet-vit-grid6x6")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_names_things_that_exist(name):
+    recipe = recipes()[name]
+    settings = recipe.settings()
+    assert settings["strategy"] in STRATEGIES
+    assert recipe.architecture in ARCHITECTURES
+    assert settings["batch_size"] == ("128" if recipe.dataset == "imagenet" else "64")
+    assert {e.masks for e in recipe.expectations} <= {3, 6}
+    assert all(0 < e.certified < 100 for e in recipe.expectations)
+
+
+def test_recipes_are_found_by_wildcard():
+    assert {r.strategy for r in matching_recipes("imagenette-convnext-*")} == {"cutout", "rand", "greedy"}
+    assert len(matching_recipes("")) == len(recipes()) == 112
