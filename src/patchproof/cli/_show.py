@@ -25,7 +25,7 @@ def percent(rate: float) -> str:
 
 def interval_text(rate: Rate) -> str:
     low, high = rate.interval
-    return f"{100 * low:.1f} – {percent(high)}"
+    return f"{100 * low:.1f}–{percent(high)}"
 
 
 class RunProgress:

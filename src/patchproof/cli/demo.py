@@ -23,6 +23,7 @@ from patchproof.types import InputError
 STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
 START_EPOCHS = 2
+TRAINING_IMAGES = 5000
 
 
 def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -> int:
@@ -66,6 +67,7 @@ def fit(
         model="small",
         weights=str(start / "checkpoint-last") if start else "random",
         strategy=strategy,
+        limit=TRAINING_IMAGES,
         epochs=epochs,
         learning_rate=learning_rate,
         schedule="cosine",
@@ -94,8 +96,8 @@ def comparison(results: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:
     """One row a strategy and mask set; certified accuracy with its interval."""
     n = next(iter(results.values()))["certified"]["n"]
     table = Table(title=f"accuracy on {n} test images", title_justify="left", header_style="bold")
-    for column in ("trained on", "masks", "undefended", "defended", "certified", "95% interval", "passes"):
-        table.add_column(column, justify="left" if column in ("trained on", "masks") else "right", no_wrap=True)
+    for column in ("training", "masks", "undefended", "defended", "certified", "95% interval", "passes"):
+        table.add_column(column, justify="left" if column in ("training", "masks") else "right", no_wrap=True)
     for (strategy, masks), found in results.items():
         rate = Rate(found["certified"]["k"], found["certified"]["n"])
         table.add_row(

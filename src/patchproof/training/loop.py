@@ -122,13 +122,12 @@ class Trainer:
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step():
             images, labels = self._to_device(batch)
-            keep = self._search(images, labels)
-            searched = time.perf_counter()
+            keep, search_seconds = self._search(images, labels)
             loss = self._update(images, labels, keep, rate)
         self._update_average()
         self.step += 1
         seconds = time.perf_counter() - started
-        return StepReport(self.step, epoch, loss, rate, len(images), seconds, searched - started)
+        return StepReport(self.step, epoch, loss, rate, len(images), seconds, search_seconds)
 
     @contextmanager
     def _randomness_of_step(self) -> Iterator[None]:
@@ -148,11 +147,18 @@ class Trainer:
             images = flip_and_crop(images, self.generator)
         return images, self.data.classes[batch.labels].to(device)
 
-    def _search(self, images: Tensor, labels: Tensor) -> Bool[Tensor, "copies b 1 h w"]:
+    def _search(self, images: Tensor, labels: Tensor) -> tuple[Bool[Tensor, "copies b 1 h w"], float]:
+        """What to leave visible, and how long it took to find out."""
+        self._wait(images)
+        started = time.perf_counter()
         keep = self.strategy(self.classifier, images, labels)
+        self._wait(images)
+        seconds = time.perf_counter() - started
+        return (torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep), seconds
+
+    def _wait(self, images: Tensor) -> None:
         if images.is_cuda:
             torch.cuda.synchronize(images.device)
-        return torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep
 
     def _update(self, images: Tensor, labels: Tensor, keep: Tensor, rate: float) -> float:
         """One optimiser step on the mean loss over images and copies, in parts; returns that loss."""
