@@ -13,7 +13,8 @@ images = torch.rand(16, 3, 64, 64)
 
 threat = pp.PatchThreat.square(image_size=(64, 64), percent=2)  # one square patch of 2% of the pixels, anywhere
 masks = pp.covering_masks(threat, per_axis=3)  # masks that hide every position of it
-defense = pp.PatchCleanser(network, masks, threat)
+engine, _ = pp.check_classifier(network, images, masks, num_classes=10)  # does it answer one image one way?
+defense = pp.PatchCleanser(network, masks, threat, engine=engine)
 
 labels = defense.predict(images)
 found = defense.certify(images, labels)

@@ -40,9 +40,9 @@ def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks
 
 
 def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
-    """(is every two-mask copy right by at least tau, the smallest margin over all of them)."""
+    """(is every two-mask copy right, not by a tie and by at least tau; the smallest margin over all of them)."""
     cells = [cell for row in table for cell in row]
-    certified = all(argmax(c) == label and margin_of(c, label) >= tau for c in cells)
+    certified = all(argmax(c) == label and margin_of(c, label) >= tau and margin_of(c, label) > 0 for c in cells)
     return certified, min(margin_of(c, label) for c in cells)
 
 

@@ -67,6 +67,29 @@ def test_dependence_on_the_place_in_the_batch_is_found_out():
         check(lambda x: x.flatten(1)[:, :3] + torch.arange(len(x))[:, None] * 0.5)
 
 
+def test_what_happens_only_in_batches_as_large_as_the_runs_is_found_out():
+    def large_batches_cheat(x):
+        honest = x.flatten(1)[:, :3]
+        return honest if len(x) <= 16 else honest + torch.tensor([10.0, 0.0, 0.0])
+
+    with pytest.raises(CheckError, match="depends on the other images of the batch"):
+        check(large_batches_cheat, engine=pp.Engine(chunk=40))
+    with pytest.raises(CheckError, match="the place in it"):
+        check(lambda x: x.flatten(1)[:, :3] + (torch.arange(len(x)) >= 16)[:, None] * 0.5, engine=pp.Engine(chunk=40))
+
+
+def test_a_classifier_that_says_nothing_is_refused():
+    with pytest.raises(CheckError, match="answers zero for every class"):
+        check(lambda x: torch.zeros(len(x), 3))
+
+
+def test_a_precision_that_overflows_is_refused():
+    model = linear()
+    model[1].weight.data *= 1e6
+    with pytest.raises(CheckError, match="in fp16, which overflows"):
+        check(model, engine=pp.Engine(chunk=4, precision="fp16"))
+
+
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_the_wrong_number_of_classes_is_refused(classes):
     with pytest.raises(CheckError, match=f"answers 3 classes, {classes} were expected"):

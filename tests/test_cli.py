@@ -263,6 +263,10 @@ WRONG = [
     (["certify", "--masks", "three"], 2, "Invalid value for --masks"),
     (["certify", "--precision", "fp8"], 2, '"fp8"'),
     (["certify", "--device", "gpu"], 2, "--device must be cpu"),
+    (["certify", "--device", "meta"], 2, "--device must be cpu"),
+    (["certify", "--seed", "99999999999999999999999"], 2, "--seed must be in"),
+    (["certify", "--weights", ""], 2, "--model and --weights cannot be empty"),
+    (["certify", "--workers", "0"], 2, "--workers must be at least 1"),
     (["certify", "--batch-size", "0"], 2, "--batch-size must be a positive number"),
     (["certify", "--config", "none.yaml"], 2, "cannot read the configuration none.yaml"),
     (["certify", "--model", "resnett18"], 2, "unknown model 'resnett18'.*nearest: resnet18"),
@@ -376,6 +380,23 @@ def test_predict_names_what_it_cannot_read_and_answers_the_rest(photos, checkpoi
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 3
     assert "cat/0.png" in shown.err
+
+
+def test_an_answer_does_not_depend_on_the_other_files(photos, checkpoint, tmp_path, capsys):
+    picture(7, size=(300, 200)).save(tmp_path / "large.png")
+    alone = ["predict", str(photos / "cat" / "0.png"), "--weights", str(checkpoint), "--json"]
+    assert run(alone) == 0
+    first = capsys.readouterr().out
+    assert run(["predict", str(tmp_path / "large.png"), *alone[1:]]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == first.strip()
+
+
+def test_predict_says_on_what_the_patch_is_measured(photos, checkpoint, capsys):
+    arguments = ["predict", str(photos / "cat" / "0.png"), "--weights", str(checkpoint), "--patch", "4px"]
+    assert run(arguments) == 0
+    assert "4×4 pixels (of the 28×28 network input" in " ".join(capsys.readouterr().out.split())
+    assert run([*arguments, "--threat-space", "native"]) == 0
+    assert "4px (of the original image)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ls_shows_what_there_is(photos, checkpoint, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -142,13 +144,53 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     assert train(data, "--output", "r", "--checkpoint-minutes", "0", *diverging) == 1
     error = capsys.readouterr().err.splitlines()[-1] + "\n"
     assert_one_line(
-        error, r"(the loss became \w+ at|weights are NaN or infinite after) step \d+; the last good checkpoint"
+        error, r"(the loss became \w+ at|weights are NaN or infinite after) step \d+; a checkpoint saved before"
     )
     classifier = load_checkpoint(tmp_path / "r" / "checkpoint-last")
     assert all(torch.isfinite(p).all() for p in classifier.parameters())
 
 
+def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(data, tmp_path):
+    assert train(data, "--output", "r", "--epochs", "1", "--checkpoint-minutes", "99") == 0
+    before = weights(tmp_path / "r")
+    words = [sys.executable, "-m", "patchproof", *command(data, "--output", "full", "--weights", "r/checkpoint-last")]
+    limit = (100_000, 100_000)  # bytes a file may have: as a full disk, the checkpoint cannot be written
+    done = subprocess.run(
+        words, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+    assert done.returncode == 1
+    assert_one_line(done.stderr.splitlines()[-1] + "\n", r"cannot write model\.safetensors|File too large")
+    assert "Traceback" not in done.stderr
+    assert weights(tmp_path / "r") == before
+
+
+def test_unreadable_training_images_stop_the_run_or_are_skipped_when_told(data, tmp_path, capsys):
+    (data / "train" / "dark" / "03.png").write_bytes(b"")
+    assert train(data, "--output", "stops") == 1
+    assert_one_line(capsys.readouterr().err.splitlines()[-1] + "\n", r"cannot use image .*03\.png")
+    assert train(data, "--output", "skips", "--skip-bad") == 0
+    assert len(losses(tmp_path / "skips")) == 12
+
+
+def test_an_interrupted_resume_does_not_lose_the_log(data, tmp_path, monkeypatch):
+    assert train(data, "--output", "r") == 0
+    before = losses(tmp_path / "r")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert train(data, "--output", "r", "--resume") == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert losses(tmp_path / "r") == before
+
+
 WRONG = [
+    (["--learning-rate", "0"], "--learning-rate must be positive"),
+    (["--learning-rate", "inf"], "every number of a plan must be finite"),
+    (["--seed", "1180591620717411303424"], "--seed must be in"),
+    (["--checkpoint-minutes", "nan"], "--checkpoint-minutes must be a number"),
+    (["--precision", "fp16"], "--precision fp16 needs a GPU"),
+    (["--workers", "0"], "--workers must be at least 1, not 0"),
+    (["--device", "meta"], "--device must be cpu"),
+    (["--mask-patch", "0px"], "--mask-patch must look like 3%"),
     (["--strategy", "greddy"], "unknown masking strategy `greddy`; did you mean `greedy`"),
     (["--batch-size", "1"], "BatchNorm cannot learn from batches of one image"),
     (["--batch-size", "auto"], "--batch-size auto is for certification"),
@@ -171,6 +213,33 @@ def test_validation_images_must_be_others(data, capsys):
     code = train(data / "train", "--validation", str(data / "train"))
     assert code == 2
     assert_one_line(capsys.readouterr().err, "the validation images are the training images")
+
+
+def test_a_folder_without_splits_is_told_about_validation(data, capsys):
+    assert train(data / "train") == 2
+    assert_one_line(capsys.readouterr().err, "has no folder `train`.*--validation FOLDER")
+
+
+def test_a_class_only_in_val_is_named(data, capsys):
+    (data / "val" / "zebra").mkdir()
+    Image.new("L", (28, 28)).save(data / "val" / "zebra" / "0.png")
+    assert train(data) == 2
+    assert_one_line(capsys.readouterr().err, "1 classes to learn nothing about, e.g. zebra")
+
+
+@pytest.mark.slow
+def test_two_processes_resume_as_if_undisturbed(data, tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchproof"]
+    saving = ("--checkpoint-minutes", "0")
+    subprocess.run([*words, *command(data, "--output", "whole", *saving)], check=True, timeout=300)
+    process = subprocess.Popen([*words, *command(data, "--output", "killed", *saving)], start_new_session=True)
+    log = tmp_path / "killed" / "log.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b'"step", "step"') >= 6):
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run([*words, *command(data, "--output", "killed", *saving, "--resume")], check=True, timeout=300)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ def test_a_file_may_use_dashes_and_leave_things_out(tmp_path):
     [
         ("maks: 6", "unknown setting `maks`; did you mean `masks`"),
         ("zzzzzz: 6", "unknown setting `zzzzzz`; known are"),
+        ("masks: 2.5", "`masks` must be a whole number, not 2.5"),
         ("- 1", "must hold settings as `name: value` lines, not a list"),
         ("{ a: [", "is not valid YAML"),
         ("a: !!python/object/apply:os.system ['true']", "is not valid YAML"),

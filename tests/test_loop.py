@@ -99,6 +99,12 @@ def test_parts_of_a_batch_add_up_to_the_whole():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
+def test_a_short_last_batch_is_cut_into_fewer_parts():
+    run = trainer(dataclasses.replace(PLAN, strategy="none", batch_size=24, accumulate=12, epochs=1), count=28)
+    assert all(np.isfinite(report.loss) for report in run.run())
+    assert run.step == 2
+
+
 def test_head_only_changes_the_last_layer_and_nothing_else():
     run = trainer(dataclasses.replace(PLAN, strategy="cutout", head_only=True))
     before = copy.deepcopy(run.classifier.state_dict())
@@ -118,7 +124,7 @@ def test_the_random_state_of_the_caller_is_untouched():
 def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path):
     run = trainer(dataclasses.replace(PLAN, strategy="none", learning_rate=1e30))
     save_training(tmp_path / "last", run, run.classifier, {})
-    with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; the last good checkpoint is kept"):
+    with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before is kept"):
         list(run.run())
     assert load_training(tmp_path / "last", trainer(PLAN)) is not None
 

@@ -221,7 +221,7 @@ def test_every_pass_is_counted_and_no_union_of_masks_is_evaluated_twice(seed):
 def test_an_image_is_given_up_at_its_first_wrong_label():
     threat = pp.PatchThreat.square(image_size=(24, 24), pixels=3)
     masks = pp.covering_masks(threat, per_axis=6)
-    never_right = pp.PatchCleanser(lambda x: torch.zeros(len(x), 2), masks, threat)
+    never_right = pp.PatchCleanser(lambda x: torch.tensor([[1.0, 0.0]]).expand(len(x), -1), masks, threat)
     found = never_right.certify(torch.zeros(2, 3, 24, 24), torch.tensor([1, 0]))
     assert found.certified.tolist() == [False, True]
     assert found.forwards[0] < 10
@@ -247,6 +247,38 @@ def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_certifies_nothing():
     assert not found.certify(images, torch.tensor([0])).certified.any()
     hidden = two_mask_labels(lambda x: torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3))], 1), images, masks)
     assert hidden[0, 0, 0] == 0
+
+
+def test_a_tie_is_no_lead():
+    threat = pp.PatchThreat.square(image_size=(6, 6), pixels=2)
+    undecided = pp.PatchCleanser(lambda x: torch.zeros(len(x), 2), pp.covering_masks(threat, per_axis=2), threat)
+    assert not undecided.certify(torch.zeros(1, 1, 6, 6), torch.tensor([0])).certified.any()
+
+
+def test_a_union_named_twice_in_one_call_is_evaluated_once():
+    masks = pp.MaskSet((1, 8), (pp.Rect(0, 0, 1, 4), pp.Rect(0, 4, 1, 4), pp.Rect(0, 2, 1, 6)))
+    seen: list[bytes] = []
+
+    def classifier(images):
+        seen.extend(image.numpy().tobytes() for image in images)
+        return torch.stack([images.sum((1, 2, 3)), 4.4 - images.sum((1, 2, 3))], 1)
+
+    threat = pp.PatchThreat((1, 8), ((1, 1),))
+    pp.PatchCleanser(classifier, masks, threat).predict(torch.linspace(0, 1, 8).view(1, 1, 1, 8))
+    assert len(seen) == len(set(seen))
+
+
+def test_labels_that_are_no_output_are_refused():
+    threat = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
+    defense = pp.PatchCleanser(lambda x: x.flatten(1)[:, :3], pp.covering_masks(threat, per_axis=2), threat)
+    with pytest.raises(ValueError, match="labels run from -1 to 3, but the classifier has the outputs 0 to 2"):
+        defense.certify(torch.rand(2, 1, 8, 8), torch.tensor([-1, 3]))
+
+
+def test_a_fast_precision_without_a_measured_tau_is_refused():
+    threat = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
+    with pytest.raises(ValueError, match="bf16 labels need a measured τ"):
+        pp.PatchCleanser(lambda x: x, pp.covering_masks(threat, per_axis=2), threat, engine=pp.Engine(precision="bf16"))
 
 
 def test_images_of_another_size_are_refused():

@@ -14,7 +14,7 @@ from scipy.stats import binom
 from patchproof.records import Rate, Record, RunFolder, Witness, check_prefix, rates, summarize, write_atomically
 from patchproof.types import CheckError, InputError
 
-MANIFEST = {"schema": 1, "identity": {"weights_sha256": "aa", "masks": [1, 2]}}
+MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "masks": [1, 2]}}
 
 findings = st.builds(
     Record,
@@ -138,7 +138,7 @@ def test_a_folder_with_a_run_is_not_begun_again(tmp_path):
 def test_a_run_made_with_something_else_is_refused_and_the_difference_named(tmp_path):
     folder = RunFolder(tmp_path / "run")
     begin(folder, [])
-    other = {"schema": 1, "identity": {"weights_sha256": "bb", "masks": [1, 2]}}
+    other = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "bb", "masks": [1, 2]}}
     with (
         pytest.raises(CheckError, match=r"cannot be continued: weights_sha256 was aa, now bb$"),
         folder.open(other, resume=True),
@@ -175,9 +175,27 @@ def test_a_damaged_manifest_is_refused(tmp_path, content):
 
 def test_records_without_a_manifest_are_left_alone(tmp_path):
     (tmp_path / "records.jsonl").write_text("mine\n")
-    with pytest.raises(InputError, match="records but no manifest"), RunFolder(tmp_path).open(MANIFEST, resume=True):
+    with (
+        pytest.raises(InputError, match=r"holds 'records\.jsonl' but no manifest"),
+        RunFolder(tmp_path).open(MANIFEST, resume=True),
+    ):
         pass
     assert (tmp_path / "records.jsonl").read_text() == "mine\n"
+
+
+def test_a_folder_of_another_command_is_refused_by_name(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [])
+    other = MANIFEST | {"command": "train"}
+    with pytest.raises(CheckError, match="holds a `certify` run, this is `train`"), folder.open(other, resume=True):
+        pass
+
+
+def test_a_folder_with_other_things_in_it_is_not_claimed(tmp_path):
+    (tmp_path / "results.json").write_text('{"mine": 1}')
+    with pytest.raises(InputError, match=r"holds 'results\.json' but no manifest"):
+        begin(RunFolder(tmp_path), [])
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def hold(path, ready, done):

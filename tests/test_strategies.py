@@ -12,6 +12,7 @@ from torch import nn
 
 import patchproof as pp
 import reference
+from patchproof.models import load_classifier
 from patchproof.training import STRATEGIES, masking_strategy, training_masks
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import InputError
@@ -179,6 +180,16 @@ def test_cutout_hides_two_squares_whose_centres_are_uniform_and_may_leave_the_im
 def test_the_paper_sizes_at_224_and_28():
     assert [m.rects[0].height for m in training_masks((224, 224))] == [100, 69]
     assert [m.rects[0].height for m in training_masks((28, 28))] == [12, 8]
+
+
+@pytest.mark.parametrize("name", ["greedy", "gutout3x3", "cutout"])
+def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
+    classifier = load_classifier("small", "random", num_classes=4)
+    strategy = build(name, (28, 28))
+    with pytest.raises(InputError, match="labels run from 0 to 4, but the classifier has the outputs 0 to 3"):
+        strategy(classifier, torch.rand(2, 3, 28, 28), torch.tensor([0, 4]))
+    with pytest.raises(InputError, match=r"the images are \(20, 28\), the strategy is for \(28, 28\)"):
+        strategy(classifier, torch.rand(2, 3, 20, 28), torch.tensor([0, 1]))
 
 
 def test_wrong_names_and_masks_are_refused():

@@ -1,5 +1,6 @@
 """Make image classifiers provably resistant to adversarial patches, and measure the proof."""
 
+from patchproof.checks import check_classifier
 from patchproof.defenses import Certificates, Defense, PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
 from patchproof.masking import Engine, occlude, two_mask_labels
@@ -17,6 +18,7 @@ __all__ = [
     "PatchThreat",
     "Preprocessing",
     "Rect",
+    "check_classifier",
     "covering_masks",
     "masking_strategy",
     "native_footprint",

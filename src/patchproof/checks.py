@@ -16,7 +16,7 @@ SAFETY = 8.0
 """τ is this many times the largest logit change seen (docs/decisions/0003-tau.md)."""
 
 REFUSED_DRIFT = 1e-2
-"""A float32 logit that moves by more than this share of the logits' range is no rounding: the model is refused."""
+"""A float32 logit that moves by more than this share of the largest |logit| is no rounding: the model is refused."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,18 @@ class Drift:
 
 
 def check_classifier(
-    classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet, *, num_classes: int, engine: Engine
+    classifier: Classifier,
+    images: Float[Tensor, "b c h w"],
+    masks: MaskSet,
+    *,
+    num_classes: int,
+    engine: Engine | None = None,
 ) -> tuple[Engine, Drift]:
     """Refuse a classifier no certificate can be about; return the engine with τ measured on it.
 
     Looks at the given images, clean and under each mask, in batches of different size, order and company.
     """
+    engine = engine or Engine()
     _check_mode(classifier)
     copies = _sample_copies(classifier, images, masks)
     logits = _try_forward(classifier, copies[: engine.chunk])
@@ -56,23 +62,35 @@ def check_classifier(
 
 
 def measure_drift(classifier: Classifier, copies: Float[Tensor, "j c h w"], *, engine: Engine) -> Drift:
-    """How far logits move when nothing but the batch, its order, or the arithmetic changes."""
-    base = _in_batches(classifier, copies, size=engine.chunk)
-    if not torch.isfinite(base).all():
+    """How far logits move when nothing but the batch, its order, or the arithmetic changes.
+
+    Each copy alone is the yardstick. Beside it: whole chunks, as the run will use them, filled with the copies in mixed
+    places; the same chunks again; smaller ones of an odd size, whose last one is ragged; and the fast precision.
+    """
+    alone = _in_batches(classifier, copies, size=1)
+    _check_finite(alone, "")
+    places = torch.arange(max(engine.chunk, len(copies)), device=copies.device) % len(copies)
+    mixed = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
+    whole = _in_batches(classifier, copies[mixed], size=engine.chunk)
+    again = _in_batches(classifier, copies[mixed], size=engine.chunk)
+    odd = _in_batches(classifier, copies, size=max(2, min(engine.chunk, len(copies)) // 2 + 1))
+    fast = _in_batches(classifier, copies[mixed], size=engine.chunk, precision=engine.precision)
+    _check_finite(fast, f" in {engine.precision}, which overflows; use bf16 or fp32")
+    return Drift(
+        repeated=_largest(again - whole),
+        batching=max(_largest(whole - alone[mixed]), _largest(odd - alone)),
+        precision=_largest(fast - alone[mixed]),
+        scale=max(_largest(alone), _largest(whole)),
+    )
+
+
+def _check_finite(logits: Tensor, remark: str) -> None:
+    wrong = int((~torch.isfinite(logits)).sum())
+    if wrong:
         raise CheckError(
-            f"{int((~torch.isfinite(base)).sum())} of {base.numel()} logits are NaN or infinite; "
+            f"{wrong} of {logits.numel()} logits are NaN or infinite{remark}; "
             "check the weights and that images are scaled to [0, 1]"
         )
-    again = _in_batches(classifier, copies, size=engine.chunk)
-    alone = _in_batches(classifier, copies[:4], size=1)
-    turned = _in_batches(classifier, copies.flip(0), size=max(2, engine.chunk // 2 + 1)).flip(0)
-    fast = _in_batches(classifier, copies, size=engine.chunk, precision=engine.precision)
-    return Drift(
-        repeated=_largest(again - base),
-        batching=max(_largest(alone - base[:4]), _largest(turned - base)),
-        precision=_largest(fast - base),
-        scale=_largest(base),
-    )
 
 
 def _check_mode(classifier: Classifier) -> None:
@@ -97,6 +115,8 @@ def _check_shape(logits: Tensor, images: Tensor, num_classes: int) -> None:
 
 
 def _check_drift(drift: Drift) -> None:
+    if drift.scale == 0:
+        raise CheckError("the classifier answers zero for every class and image; load trained weights")
     limit = REFUSED_DRIFT * drift.scale
     if drift.repeated > limit:
         raise CheckError(

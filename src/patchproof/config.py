@@ -183,7 +183,12 @@ def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise InputError(f"{path} must hold settings as `name: value` lines, not a {type(content).__name__}")
-    return {_known_key(str(key), kind, path): value for key, value in content.items() if value is not None}
+    values = {_known_key(str(key), kind, path): value for key, value in content.items() if value is not None}
+    whole = {f.name for f in fields(kind) if str(f.type).startswith("int")}
+    for name, value in values.items():
+        if name in whole and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")
+    return values
 
 
 def _known_key(key: str, kind: type[Any], path: Path) -> str:
@@ -210,19 +215,20 @@ def parse_size(text: str, *, what: str) -> Size:
     return size
 
 
-def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
+def parse_patches(text: str, image_size: Size, *, flag: str = "--patch") -> tuple[Size, ...]:
     """`3%`, `39px`, `20x60px`, or several of them with commas, in pixels of an image of this size."""
-    return tuple(_parse_patch(part, image_size) for part in text.split(","))
+    return tuple(_parse_patch(part, image_size, flag) for part in text.split(","))
 
 
-def _parse_patch(text: str, image_size: Size) -> Size:
+def _parse_patch(text: str, image_size: Size, flag: str) -> Size:
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if percent:
         side = square_side(float(percent[1]), image_size)
         return side, side
-    if not text.strip().endswith("px"):
-        raise InputError(f"--patch must look like 3%, 39px or 20x60px, not `{text}`")
-    return parse_size(text.strip().removesuffix("px"), what="--patch")
+    pixels = re.fullmatch(r"([1-9]\d{0,5})(?:[x×]([1-9]\d{0,5}))?px", text.strip())
+    if not pixels:
+        raise InputError(f"{flag} must look like 3%, 39px or 20x60px, not `{text}`")
+    return int(pixels[1]), int(pixels[2] or pixels[1])
 
 
 def parse_batch_size(text: str) -> int | None:

@@ -64,16 +64,23 @@ def occlude(
 
 
 @contextmanager
-def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Run in exactly this precision; float32 means float32 (cuDNN would use TF32 by default)."""
+def tf32(allowed: bool) -> Iterator[None]:
+    """Allow TF32 in products and convolutions here, or forbid it; afterwards as before."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
     try:
-        with torch.autocast(device.type, dtype=AUTOCAST.get(precision), enabled=precision in AUTOCAST):
-            yield
+        yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Run in exactly this precision; float32 means float32 (cuDNN would use TF32 by default)."""
+    autocast = torch.autocast(device.type, dtype=AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+    with tf32(precision != "fp32"), autocast:
+        yield
 
 
 @contextmanager
@@ -130,6 +137,19 @@ def evaluate_copies(
         masked = occlude(images[part.image], keep[part.first] & keep[part.second], fill)
         answers.append(read(forward(classifier, masked, precision=precision), part.image))
     return torch.cat(answers) if answers else images.new_zeros(0)
+
+
+def label_range(labels: Int64[Tensor, " b"]) -> tuple[int, int] | None:
+    """The smallest and the largest label, read once so that checks need no further synchronisation."""
+    return (int(labels.min()), int(labels.max())) if len(labels) else None
+
+
+def require_classes(labels: tuple[int, int] | None, classes: int) -> None:
+    """Refuse labels that are no output of the classifier."""
+    if labels is not None and not 0 <= labels[0] <= labels[1] < classes:
+        raise InputError(
+            f"labels run from {labels[0]} to {labels[1]}, but the classifier has the outputs 0 to {classes - 1}"
+        )
 
 
 def top_two(logits: Float[Tensor, "j classes"]) -> tuple[Int64[Tensor, " j"], Float[Tensor, " j"]]:
@@ -190,11 +210,13 @@ class TwoMaskTable:
         self.gap = torch.zeros(shape, dtype=torch.float32, device=device)
         self.margin = torch.zeros(shape, dtype=torch.float32, device=device)
         self.forwards = torch.zeros(len(self.images), dtype=torch.int64, device=device)
+        self.range = None if self.labels is None else label_range(self.labels)
 
     def evaluate(self, image: Int64[Tensor, " j"], union: Int64[Tensor, " j"]) -> None:
         """Make these cells known."""
-        new = ~self.known[image, union]
-        image, union = image[new], union[new]
+        cells = torch.zeros_like(self.known)
+        cells[image, union] = True  # each cell once, however often it was named
+        image, union = torch.nonzero(cells & ~self.known, as_tuple=True)
         self._pass(image, union, precision=self.engine.precision)
         self.known[image, union] = True
         if self.engine.precision != "fp32":
@@ -208,6 +230,7 @@ class TwoMaskTable:
 
     def _pass(self, image: Tensor, union: Tensor, *, precision: Precision) -> None:
         def read(logits: Tensor, of_image: Tensor) -> Tensor:
+            require_classes(self.range, int(logits.shape[1]))
             label, gap = top_two(logits)
             margin = gap if self.labels is None else label_margin(logits, self.labels[of_image])
             return torch.stack([label.float(), gap, margin], dim=1)  # labels below 2²⁴ are exact
@@ -249,7 +272,8 @@ class TwoMaskTable:
         """Which known cells answer their image's label, and by enough to answer so every time?"""
         if self.labels is None:
             raise InputError("a certificate is about a label; give the table labels, or call against(labels)")
-        return self.known & (self.label == self.labels[:, None]) & (self.gap >= self.engine.tau_fp32)
+        leads = (self.gap > 0) & (self.gap >= self.engine.tau_fp32)  # a tie is no lead, whatever τ
+        return self.known & (self.label == self.labels[:, None]) & leads
 
 
 def two_mask_labels(

@@ -152,11 +152,17 @@ class RunFolder:
             yield
 
     def _stored_manifest(self) -> dict[str, Any] | None:
-        return read_json(self.manifest_path) if self.manifest_path.exists() else None
+        if not self.manifest_path.exists():
+            return None
+        stored = read_json(self.manifest_path)
+        if not isinstance(stored.get("identity"), dict) or not isinstance(stored.get("command"), str):
+            raise CheckError(f"{self.manifest_path} is no manifest of a run; the run folder is damaged")
+        return stored
 
     def _refuse_foreign(self) -> None:
-        if self.records_path.exists():
-            raise InputError(f"{self.path} holds records but no manifest.json; choose another --output")
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name != ".lock")
+        if others:
+            raise InputError(f"{self.path} holds {others[0]!r} but no manifest.json; choose another --output")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -223,7 +229,11 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
     """A run goes on only with what it began with; the first difference is named."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
-    before, now = stored.get("identity") or {}, current["identity"]
+    if stored["command"] != current["command"]:
+        raise CheckError(
+            f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another --output"
+        )
+    before, now = stored["identity"], current["identity"]
     different = [key for key in now if before.get(key) != now[key]]
     if different:
         named = "; ".join(f"{key} was {_short(before.get(key))}, now {_short(now[key])}" for key in different)

@@ -36,6 +36,7 @@ def build_app() -> App:
     app = App(
         name="patchproof",
         version=__version__,
+        suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
     for command in (demo, train, certify, predict, ls, doctor):

@@ -60,6 +60,7 @@ def manifest(
 def identity(config: CertifyConfig, setup: Setup, source: ImageSource, indices: Sequence[int]) -> dict[str, Any]:
     """What may not change while a run goes on: anything a record depends on."""
     return {
+        "architecture": setup.classifier.architecture,
         "weights_sha256": weights_sha256(setup.classifier),
         "data_sha256": source.listing_sha256(),
         "images": f"{len(indices)} of {len(source)}",
@@ -98,6 +99,8 @@ def training_manifest(
             "preprocessing": _plain(asdict(data.preprocessing)),
             "plan": asdict(plan),
             "mask_patch": config.mask_patch,
+            "validation_images": config.validation_images,
+            "skip_bad": config.skip_bad,
             "device": trainer.accelerator.device.type,
         },
         "model": classifier_summary(start),

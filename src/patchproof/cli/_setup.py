@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from patchproof.defenses import PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
 from patchproof.masking import Engine, as_images
 from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, Preprocessing, Size
 
 CHECKED_IMAGES = 8
 """How many images τ is measured on; each is seen clean and masked."""
@@ -29,6 +30,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"--device must be cpu, cuda, cuda:1, mps or auto, not `{name}`") from error
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise InputError(f"--device must be cpu, cuda, cuda:1, mps or auto, not `{name}`")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
@@ -51,6 +54,10 @@ def open_classifier(
     config: ModelConfig | TrainConfig, *, num_classes: int | None, class_names: Sequence[str] | None
 ) -> ImageClassifier:
     """The classifier of --model and --weights, at --image-size if given; fresh weights get these classes."""
+    if config.weights == "" or config.model == "":
+        raise InputError("--model and --weights cannot be empty; leave them out for the default")
+    if not 0 <= config.seed < 2**63:
+        raise InputError(f"--seed must be in [0, 2^63), not {config.seed}")
     model = config.model or (config.weights and checkpoint_architecture(Path(config.weights))) or "small"
     weights = config.weights or ("random" if model == "small" else "pretrained")
     fresh = weights == "random"
@@ -64,7 +71,13 @@ def open_classifier(
     )
 
 
+def require_workers(config: DataConfig) -> None:
+    if config.workers < 1:
+        raise InputError(f"--workers must be at least 1, not {config.workers}")
+
+
 def open_source(config: DataConfig) -> ImageSource:
+    require_workers(config)
     return open_dataset(config.dataset, data_dir=config.data_dir, split=config.split, download=config.download)
 
 
@@ -83,6 +96,8 @@ def choose_threat(
     """𝓡 at the network input: as given, or as the footprint of a patch on images of the `native` sizes."""
     if config.threat_space == "input":
         return PatchThreat(input_size, parse_patches(config.patch, input_size))
+    if not native:
+        raise InputError("no image can be read, so there is no native size to measure the patch on")
     threats = [
         native_threat(native_size=size, patch_sizes=parse_patches(config.patch, size), preprocessing=preprocessing)
         for size in sorted(native)
@@ -106,8 +121,14 @@ class Setup:
     def defense(self) -> PatchCleanser:
         return PatchCleanser(self.classifier, self.masks, self.threat, engine=self.engine, exhaustive=self.exhaustive)
 
-    def with_tau(self, *, tau: float, tau_fp32: float) -> Setup:
-        return replace(self, engine=replace(self.engine, tau=tau, tau_fp32=tau_fp32))
+    def as_stored(self, manifest: Mapping[str, Any], *, keep_chunk: bool) -> Setup:
+        """With τ, and unless it was asked for otherwise the batch size, of the run's first session."""
+        try:
+            tau, tau_fp32 = float(manifest["tau"]["fast"]), float(manifest["tau"]["fp32"])
+            chunk = self.engine.chunk if keep_chunk else int(manifest["batch_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckError(f"manifest.json lacks τ or the batch size ({error}); the run folder is damaged") from error
+        return replace(self, engine=replace(self.engine, chunk=chunk, tau=tau, tau_fp32=tau_fp32))
 
 
 def prepare(

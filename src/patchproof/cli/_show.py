@@ -78,7 +78,8 @@ class TrainingProgress:
 
     def __init__(self, console: Console, trainer: Trainer, *, shown: bool) -> None:
         self.console, self.trainer, self.shown = console, trainer, shown
-        self.search = self.time = self.images = 0.0
+        self.search = self.images = 0.0
+        self.began = time.monotonic()
         self.loss: float | None = None
         self.last_line = time.monotonic()
         self.bar = Progress(
@@ -95,7 +96,7 @@ class TrainingProgress:
         self.task = self.bar.add_task("train", total=trainer.total_steps, completed=trainer.step, words="")
 
     def add(self, report: StepReport) -> None:
-        self.search, self.time = self.search + report.search_seconds, self.time + report.seconds
+        self.search += report.search_seconds
         self.images += report.images * self.trainer.accelerator.num_processes
         self.loss = report.loss if self.loss is None else 0.95 * self.loss + 0.05 * report.loss
         self.bar.update(self.task, completed=report.step, words=self._text(report))
@@ -104,7 +105,8 @@ class TrainingProgress:
             self.last_line = time.monotonic()
 
     def _text(self, report: StepReport) -> str:
-        rate, share = self.images / self.time, self.search / self.time
+        elapsed = time.monotonic() - self.began  # waiting for images included
+        rate, share = self.images / elapsed, self.search / elapsed
         return (
             f"epoch {report.epoch + 1}/{self.trainer.plan.epochs} · loss {self.loss:.3f} · {rate:.0f} images/s · "
             f"search {100 * share:.0f}% of the time"

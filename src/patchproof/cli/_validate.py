@@ -17,6 +17,7 @@ from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.masking import Engine, as_images, clean_labels
 from patchproof.models import ImageClassifier, match_labels
 from patchproof.records import Rate
+from patchproof.types import InputError
 
 IMAGES_AT_ONCE = 64
 
@@ -39,6 +40,8 @@ class Validation:
         indices = spread_indices(source, config.validation_images)
         preprocessing = choose_preprocessing(classifier, low_resolution=source.low_resolution)
         batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, skip_bad=config.skip_bad))
+        if not sum(len(b.indices) for b in batches):
+            raise InputError(f"none of the {len(indices)} validation images can be read")
         classes = torch.tensor(match_labels(source.class_names, classifier))
         size = classifier.input_size
         return cls(

@@ -83,7 +83,7 @@ class Run:
         setup, drift = checked(self.setup, sample_pixels(self.source, self.setup.preprocessing, self.indices))
         current = manifest(self.config, setup, self.source, self.indices, drift)
         with self.folder.open(current, resume=self.config.resume) as stored:
-            setup = setup.with_tau(tau=stored["tau"]["fast"], tau_fp32=stored["tau"]["fp32"])
+            setup = setup.as_stored(stored, keep_chunk=self.config.batch_size != "auto")
             records = self.folder.records()
             check_prefix(records, self.indices, [self.source.path(i) for i in self.indices], where=self.folder.path)
             earlier = previous_seconds(self.folder)
@@ -137,13 +137,14 @@ class Run:
 
 def previous_seconds(folder: RunFolder) -> float:
     """Time that earlier sessions of this run took, as far as they could write it down."""
-    results = folder.results()
-    return float(results["cost"]["seconds"]) if results else 0.0
+    cost = (folder.results() or {}).get("cost")
+    seconds = cost.get("seconds") if isinstance(cost, dict) else None
+    return float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
 
 def default_name(config: CertifyConfig, source: ImageSource, architecture: str) -> str:
     weights = Path(config.weights).name
-    limit = f"-first{config.limit}" if config.limit else ""
+    limit = f"-{config.limit}images" if config.limit else ""
     space = "-native" if config.threat_space == "native" else ""
     name = f"certify-{source.name}-{architecture}-{weights}-{config.patch}-{config.masks}x{config.masks}{space}{limit}"
     return re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -30,6 +30,8 @@ def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -
     """Fine-tune a small network on random and on worst-case masks, and count what each can prove."""
     console, status = Console(), Console(stderr=True)
     folder = config.output or free_folder(Path("runs"), "demo")
+    if config.epochs < 1 or config.images < 1:
+        raise InputError(f"--epochs and --images must be at least 1, not {config.epochs} and {config.images}")
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another --output")
     console.print("[bold]1. Start:[/] a small network learns 5,000 Fashion-MNIST images as they are")

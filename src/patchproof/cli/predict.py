@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from cyclopts import Parameter
-from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from patchproof.cli._setup import Setup, checked, open_classifier, prepare
-from patchproof.config import PredictConfig
+from patchproof.cli._setup import CHECKED_IMAGES, Setup, checked, open_classifier, prepare
+from patchproof.config import PredictConfig, parse_patches
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
-from patchproof.masking import as_images
+from patchproof.masking import Engine, as_images
 from patchproof.models import ImageClassifier
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, PatchproofError
+
+SMALL = 64
+"""An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
 
 PROMISE = (
-    "Certified means: whatever one patch of at most {sizes} pixels is put anywhere on this very image, the answer "
-    "stays the same. It does not say that the answer is right, nor that the image has not been patched already."
+    "Certified means: whatever one patch of at most {patch} is put anywhere on this very image, the answer stays the "
+    "same. It does not say that the answer is right, nor that the image has not been patched already."
 )
 
 
@@ -39,21 +43,20 @@ class Answer:
     name: str
     unanimous: bool
     certified: bool
-    margin: float
+    margin: float | None
     forwards: int
 
 
 def predict(images: list[Path], /, *, config: Annotated[PredictConfig, Parameter(name="*")] = PredictConfig()) -> int:
     """Answer image files, or all images below folders, through double masking, and say which answers are certified."""
     files = [file for path in images for file in image_files(path)]
-    pictures, bad = read_all(files)
     status = Console(stderr=True)
-    for error in bad:
-        status.print(f"[red]cannot read[/] {escape(str(error))}", soft_wrap=True)
-    if pictures:
-        setup, answers = answer_all(config, pictures, status)
-        show(answers, setup, as_json=config.json)
-    return 1 if bad else 0
+    classifier = open_classifier(config, num_classes=None, class_names=None)
+    engine = measure(config, classifier, files)
+    shown = track(files, "predict", console=status, disable=not status.is_terminal, transient=True)
+    answers = [found for found in (answer(config, classifier, engine, file, status) for file in shown) if found]
+    show(answers, config, classifier)
+    return 0 if len(answers) == len(files) else 1
 
 
 def image_files(path: Path) -> Iterator[Path]:
@@ -70,48 +73,53 @@ def image_files(path: Path) -> Iterator[Path]:
     yield from files
 
 
-def read_all(files: Sequence[Path]) -> tuple[dict[Path, Image.Image], list[BadImageError]]:
-    pictures, bad = {}, []
+def read(config: PredictConfig, classifier: ImageClassifier, file: Path) -> tuple[Setup, torch.Tensor]:
+    """The image at the network input, and the setup for an image of its size: its company plays no part."""
+    picture = decode(file)
+    size = picture.height, picture.width
+    setup = prepare(config, classifier, low_resolution=max(size) < SMALL, native_sizes={size})
+    return setup, preprocess(picture, setup.preprocessing)
+
+
+def measure(config: PredictConfig, classifier: ImageClassifier, files: Sequence[Path]) -> Engine | None:
+    """τ on the first few images that can be read; None if there are none."""
+    setup, pixels = None, []
     for file in files:
-        try:
-            pictures[file] = decode(file)
-        except BadImageError as error:
-            bad.append(error)
-    return pictures, bad
+        with contextlib.suppress(PatchproofError):
+            setup, image = read(config, classifier, file)
+            pixels.append(image)
+        if len(pixels) == CHECKED_IMAGES:
+            break
+    return checked(setup, torch.stack(pixels))[0].engine if setup else None
 
 
-def answer_all(
-    config: PredictConfig, pictures: dict[Path, Image.Image], console: Console
-) -> tuple[Setup, list[Answer]]:
-    classifier = open_classifier(config, num_classes=None, class_names=None)
-    native: set[Size] = {(p.height, p.width) for p in pictures.values()}
-    setup = prepare(config, classifier, low_resolution=is_small(native), native_sizes=native)
-    pixels = torch.stack([preprocess(p, setup.preprocessing) for p in pictures.values()])
-    setup, _ = checked(setup, pixels[:8])
-    rows = zip(pictures, pixels, strict=True)
-    shown = track(
-        rows, "predict", total=len(pictures), console=console, disable=not console.is_terminal, transient=True
-    )
-    return setup, [answer(setup, path, image) for path, image in shown]
-
-
-def is_small(sizes: set[Size]) -> bool:
-    """All of them smaller than 64 pixels: enlarged whole, as the 32-pixel data sets are."""
-    return all(max(size) < 64 for size in sizes)
-
-
-def answer(setup: Setup, path: Path, pixels: torch.Tensor) -> Answer:
-    found = setup.defense.assess(as_images(pixels[None], setup.device)).cpu()
-    label = int(found.predictions)
+def answer(
+    config: PredictConfig, classifier: ImageClassifier, engine: Engine | None, file: Path, console: Console
+) -> Answer | None:
+    """The answer for one file; None, and a line that names it, if it cannot be used."""
+    try:
+        setup, pixels = read(config, classifier, file)
+    except (BadImageError, InputError) as error:
+        reason = error.reason if isinstance(error, BadImageError) else str(error)
+        console.print(f"[red]cannot use[/] {escape(printable(file))}: {escape(reason)}", soft_wrap=True)
+        return None
+    defense = replace(setup, engine=engine or setup.engine).defense
+    found = defense.assess(as_images(pixels[None], setup.device)).cpu()
+    label, margin = int(found.predictions), float(found.certificates.margin)
     return Answer(
-        path=str(path),
+        path=str(file),
         label=label,
-        name=label_name(setup.classifier, label),
+        name=label_name(classifier, label),
         unanimous=bool(found.unanimous),
         certified=bool(found.certificates.certified),
-        margin=round(float(found.certificates.margin), 6),
+        margin=round(margin, 6) if math.isfinite(margin) else None,
         forwards=int(found.certificates.forwards),
     )
+
+
+def printable(path: Path | str) -> str:
+    """A path for people: bytes that are no text shown as such."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def label_name(classifier: ImageClassifier, label: int) -> str:
@@ -132,11 +140,13 @@ def _wordnet_words(name: str) -> str | None:
     return words.split(",")[0] if words else None
 
 
-def show(answers: Sequence[Answer], setup: Setup, *, as_json: bool) -> None:
+def show(answers: Sequence[Answer], config: PredictConfig, classifier: ImageClassifier) -> None:
     console = Console()
-    if as_json:
+    if config.json:
         for found in answers:
-            console.file.write(json.dumps(asdict(found)) + "\n")
+            console.file.write(json.dumps(asdict(found), allow_nan=False) + "\n")
+        return
+    if not answers:
         return
     table = Table(header_style="bold")
     for column in ("image", "answer", "first round", "certified", "margin", "passes"):
@@ -144,8 +154,16 @@ def show(answers: Sequence[Answer], setup: Setup, *, as_json: bool) -> None:
     for found in answers:
         certified = "[bold green]yes[/]" if found.certified else "no"
         first = "unanimous" if found.unanimous else "disagrees"
-        row = (escape(found.path), escape(found.name), first, certified, f"{found.margin:.3f}", str(found.forwards))
-        table.add_row(*row)
+        margin = "–" if found.margin is None else f"{found.margin:.3f}"
+        table.add_row(escape(printable(found.path)), escape(found.name), first, certified, margin, str(found.forwards))
     console.print(table)
-    sizes = " or ".join(f"{h}×{w}" for h, w in setup.threat.patch_sizes)
-    console.print(PROMISE.format(sizes=sizes), style="dim")
+    console.print(PROMISE.format(patch=patch_in_words(config, classifier)), style="dim")
+
+
+def patch_in_words(config: PredictConfig, classifier: ImageClassifier) -> str:
+    """The patch as it was asked for, and on what it is measured."""
+    if config.threat_space == "native":
+        return f"{config.patch} (of the original image)"
+    height, width = classifier.input_size
+    sizes = " or ".join(f"{h}×{w}" for h, w in parse_patches(config.patch, classifier.input_size))
+    return f"{sizes} pixels (of the {height}×{width} network input that this image is resized to)"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -16,7 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from patchproof.cli._manifest import training_manifest
-from patchproof.cli._setup import choose_chunk, choose_device, choose_preprocessing, open_classifier, open_source
+from patchproof.cli._setup import (
+    choose_chunk,
+    choose_device,
+    choose_preprocessing,
+    open_classifier,
+    open_source,
+    require_workers,
+)
 from patchproof.cli._show import percent, results_table, training_progress
 from patchproof.cli._validate import Validation
 from patchproof.cli.certify import Run
@@ -25,7 +34,7 @@ from patchproof.data import ImageSource, open_dataset, spread_indices
 from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.models import ImageClassifier, match_labels, replace_head, save_checkpoint
 from patchproof.recipes import find_recipe
-from patchproof.records import RunFolder
+from patchproof.records import RunFolder, write_atomically
 from patchproof.training import Plan, paper_learning_rate, require_strategy
 from patchproof.types import InputError, Size
 
@@ -86,8 +95,11 @@ class TrainRun:
             torch.tensor(match_labels(source.class_names, classifier)),
             choose_preprocessing(classifier, low_resolution=source.low_resolution),
             workers=config.workers,
+            skip_bad=config.skip_bad,
         )
-        chunk = choose_chunk("auto", classifier.input_size, accelerator.device)
+        # No more copies at once than the step itself has, so that the search needs no more memory than the step.
+        copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
+        chunk = min(copies, choose_chunk("auto", classifier.input_size, accelerator.device))
         masks = training_pair(config.mask_patch, classifier.input_size)
         trainer = Trainer(classifier, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
         validation = Validation.on(held_out, shipped, config, accelerator.device)
@@ -120,9 +132,9 @@ class TrainRun:
         """The reports of the run; between epochs a checkpoint is saved now and then."""
         saved = clock = time.monotonic()
         for report in self.trainer.run():
-            yield report
             notes["seconds"] += time.monotonic() - clock
             clock = time.monotonic()
+            yield report
             if clock - saved > 60 * self.config.checkpoint_minutes:
                 self._save("checkpoint-last", notes)
                 saved = time.monotonic()
@@ -187,7 +199,7 @@ class TrainingLog:
             return
         lines = self.path.read_text("utf-8", errors="replace").split("\n")
         kept = [line for line in lines if _step_of(line) is not None and int(_step_of(line) or 0) <= step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
 
 
 def _step_of(line: str) -> int | None:
@@ -204,6 +216,16 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     from patchproof.training.loop import MIXED
 
     device = choose_device(config.device)
+    if device.type == "cpu" and config.precision == "fp16":
+        raise InputError("--precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
+    if not (math.isfinite(config.checkpoint_minutes) and config.checkpoint_minutes >= 0):
+        raise InputError(f"--checkpoint-minutes must be a number of at least 0, not {config.checkpoint_minutes}")
+    if config.track != "none" and importlib.util.find_spec(config.track) is None:
+        raise InputError(
+            f"--track {config.track} needs a package that is not installed: pip install 'patchproof[track]'"
+        )
+    if device.index is not None:
+        torch.cuda.set_device(device)
     trackers = None if config.track == "none" else config.track
     try:
         accelerator = Accelerator(
@@ -223,12 +245,34 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
 
 def open_sources(config: TrainConfig) -> tuple[ImageSource, ImageSource]:
     """The images to learn from and, never the same, those to validate on."""
+    require_splits(config)
+    require_workers(config)
     split = config.split or (None if config.validation else "train")
     source = open_dataset(config.dataset, data_dir=config.data_dir, split=split, download=config.download)
     held_out = open_dataset(config.validation) if config.validation else open_source(replace(config, split=None))
-    if held_out.listing_sha256() == source.listing_sha256():
+    if same_images(source, held_out):
         raise InputError("the validation images are the training images; name others with --validation FOLDER")
+    unknown = sorted(set(held_out.class_names) - set(source.class_names))
+    if unknown:
+        raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
     return source, held_out
+
+
+def same_images(one: ImageSource, other: ImageSource) -> bool:
+    """The same folder, or for data sets in memory the same split."""
+    roots = [getattr(source, "root", None) for source in (one, other)]
+    if None in roots:
+        return (one.name, one.split) == (other.name, other.split)
+    return Path(str(roots[0])).resolve() == Path(str(roots[1])).resolve()
+
+
+def require_splits(config: TrainConfig) -> None:
+    folder = Path(config.dataset)
+    if config.split or config.validation or not folder.is_dir() or (folder / "train").is_dir():
+        return
+    raise InputError(
+        f"{folder} has no folder `train`; if it holds the classes itself, name others with --validation FOLDER"
+    )
 
 
 def open_start(config: TrainConfig, source: ImageSource) -> ImageClassifier:
@@ -236,8 +280,8 @@ def open_start(config: TrainConfig, source: ImageSource) -> ImageClassifier:
 
 
 def with_classes_of(source: ImageSource, classifier: ImageClassifier, *, seed: int) -> ImageClassifier:
-    """The classifier itself if it answers exactly the data set's classes, else with a fresh last layer for them."""
-    if classifier.class_names == tuple(source.class_names):
+    """The classifier itself if it answers exactly the data set's classes, in any order; else with a new last layer."""
+    if sorted(classifier.class_names or ()) == sorted(source.class_names):
         return classifier
     return replace_head(classifier, len(source.class_names), source.class_names, seed=seed)
 
@@ -250,7 +294,7 @@ def make_plan(config: TrainConfig, architecture: str) -> Plan:
         strategy=config.strategy,
         epochs=config.epochs,
         batch_size=batch_size,
-        learning_rate=config.learning_rate or paper_learning_rate(architecture),
+        learning_rate=paper_learning_rate(architecture) if config.learning_rate is None else config.learning_rate,
         schedule=config.schedule,
         warmup_epochs=config.warmup_epochs,
         optimizer=config.optimizer,
@@ -268,7 +312,7 @@ def make_plan(config: TrainConfig, architecture: str) -> Plan:
 
 
 def training_pair(patch: str, image_size: Size) -> Any:
-    threat = PatchThreat(image_size, parse_patches(patch, image_size))
+    threat = PatchThreat(image_size, parse_patches(patch, image_size, flag="--mask-patch"))
     return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
 
 
@@ -278,8 +322,11 @@ def certify_recipe(config: TrainConfig, folder: Path, console: Console) -> None:
     for expected in recipe.expectations:
         settings = CertifyConfig(
             weights=str(folder / "checkpoint-last"),
-            dataset=config.dataset,
+            dataset=config.validation or config.dataset,
             data_dir=config.data_dir,
+            precision=config.precision,
+            workers=config.workers,
+            image_size=config.image_size,
             patch=expected.patch,
             masks=expected.masks,
             device=config.device,

@@ -60,6 +60,11 @@ class PatchCleanser:
     exhaustive: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.engine.precision != "fp32" and self.engine.tau == 0:
+            raise InputError(
+                f"{self.engine.precision} labels need a measured τ to count; "
+                "take the engine that check_classifier returns"
+            )
         missed = self.masks.uncovered(self.threat)
         if missed:
             raise InputError(

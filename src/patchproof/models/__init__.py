@@ -4,6 +4,7 @@ from patchproof.models._checkpoint import checkpoint_architecture, checkpoint_ex
 from patchproof.models._classifier import ImageClassifier
 from patchproof.models._identity import classifier_summary, match_labels, weights_sha256
 from patchproof.models._load import load_checkpoint, load_classifier, replace_head
+from patchproof.models._state import write_state
 from patchproof.models._timm import list_models
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "save_checkpoint",
     "settled",
     "weights_sha256",
+    "write_state",
 ]

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import safetensors.torch
-
 from patchproof.models._classifier import ImageClassifier, settings
 from patchproof.models._own import is_own
-from patchproof.models._state import first_line
+from patchproof.models._state import first_line, write_state
 from patchproof.models._timm import RESERVED_ARGS
 from patchproof.types import InputError, Interpolation
 
@@ -96,7 +94,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 def _to_json(classifier: ImageClassifier, extra: Mapping[str, Any] | None) -> str:
     record = {"schema": SCHEMA, **settings(classifier), "extra": dict(extra or {})}
     try:
-        return json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
+        return json.dumps(record, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"extra must be plain JSON (text, finite numbers, lists, mappings): {error}") from error
 
@@ -111,11 +109,7 @@ def _require_replaceable(folder: Path) -> None:
 
 def _write(fresh: Path, record: str, classifier: ImageClassifier) -> None:
     fresh.mkdir(parents=True)
-    # Cloned: safetensors takes neither tensors that share memory nor other layouts.
-    state = {
-        name: tensor.detach().cpu().contiguous().clone() for name, tensor in classifier.module.state_dict().items()
-    }
-    safetensors.torch.save_file(state, fresh / WEIGHTS)
+    write_state(classifier.module.state_dict(), fresh / WEIGHTS)
     (fresh / RECORD).write_text(record + "\n", encoding="utf-8")
 
 

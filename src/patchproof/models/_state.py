@@ -33,6 +33,16 @@ def read_state(path: Path) -> State:
     return _plain_state(_read_torch(path), path)
 
 
+def write_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """A .safetensors file of these tensors, on the CPU; a full disk is one clear error."""
+    # Cloned: safetensors takes neither tensors that share memory nor other layouts.
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    try:
+        safetensors.torch.save_file(plain, path)
+    except safetensors.SafetensorError as error:
+        raise CheckError(f"cannot write {path.name}: {first_line(error)}; what was saved before is kept") from error
+
+
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) -> None:
     """Put `state` into `module`; every tensor must be there, in its shape, and none left over."""
     expected = module.state_dict()

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from patchproof.models import ImageClassifier, save_checkpoint, settled
+from patchproof.models import ImageClassifier, save_checkpoint, settled, write_state
 from patchproof.training.loop import Trainer
 from patchproof.types import CheckError
 
@@ -37,12 +37,12 @@ def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, note
     """
     if not all(torch.isfinite(v).all() for v in trainer.weights().values() if v.is_floating_point()):
         raise CheckError(
-            f"the weights are NaN or infinite after step {trainer.step}; the last good checkpoint is kept: lower the "
+            f"the weights are NaN or infinite after step {trainer.step}; a checkpoint saved before is kept: lower the "
             "learning rate"
         )
 
     def write(place: Path) -> None:
-        safetensors.torch.save_file(_tensors(trainer), place / TENSORS)
+        write_state(_tensors(trainer), place / TENSORS)
         scaler = trainer.accelerator.scaler
         state = {
             "schema": SCHEMA,
@@ -94,7 +94,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     for name, parameter in _parameters(trainer).items():
         state = trainer.optimizer.optimizer.state.get(parameter, {})
         found |= {f"optimizer/{name}/{key}": _as_tensor(value) for key, value in state.items() if value is not None}
-    return {k: v.detach().cpu().contiguous().clone() for k, v in found.items()}
+    return found
 
 
 def _load_optimizer(trainer: Trainer, tensors: Mapping[str, Tensor]) -> None:
@@ -103,7 +103,7 @@ def _load_optimizer(trainer: Trainer, tensors: Mapping[str, Tensor]) -> None:
         owner, _, key = name.rpartition("/")
         states.setdefault(owner, {})[key] = value
     for name, parameter in _parameters(trainer).items():
-        restored = {k: v.to(parameter.device if v.ndim else "cpu") for k, v in states.get(name, {}).items()}
+        restored = {k: v.to("cpu" if k == "step" else parameter.device) for k, v in states.get(name, {}).items()}
         trainer.optimizer.optimizer.state[parameter] = restored
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
-from patchproof.masking import Engine, as_images, fill_colour, occlude
+from patchproof.masking import Engine, as_images, fill_colour, occlude, tf32
 from patchproof.models import ImageClassifier
 from patchproof.training.augment import flip_and_crop
 from patchproof.training.plan import Plan
@@ -46,6 +46,7 @@ class TrainingData:
     classes: Int64[Tensor, " labels"]
     preprocessing: Preprocessing
     workers: int = 2
+    skip_bad: bool = False
 
 
 class Trainer:
@@ -115,12 +116,14 @@ class Trainer:
             [self.data.indices[i] for i in mine.tolist()],
             batch_size=self.plan.batch_size // world,
             workers=self.data.workers,
+            skip_bad=self.data.skip_bad,
         )
 
     def _train_on(self, batch: Batch, epoch: int) -> StepReport:
         started = time.perf_counter()
         rate = self.plan.rate(self.step / self.steps_per_epoch)
-        with self._randomness_of_step():
+        self._share_buffers()
+        with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             images, labels = self._to_device(batch)
             keep, search_seconds = self._search(images, labels)
             loss = self._update(images, labels, keep, rate)
@@ -128,6 +131,12 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return StepReport(self.step, epoch, loss, rate, len(images), seconds, search_seconds)
+
+    def _share_buffers(self) -> None:
+        """Every process searches with the main one's BatchNorm statistics, which are those a checkpoint holds."""
+        if self.accelerator.num_processes > 1:
+            for buffer in self.classifier.buffers():
+                torch.distributed.broadcast(buffer, src=0)
 
     @contextmanager
     def _randomness_of_step(self) -> Iterator[None]:
@@ -142,6 +151,10 @@ class Trainer:
 
     def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         device = self.accelerator.device
+        if len(batch.indices) < 2:
+            raise CheckError(
+                f"step {self.step + 1}: {len(batch.bad)} images of its batch cannot be read, too few are left"
+            )
         images = as_images(batch.images, device)
         if self.plan.augment == "light":
             images = flip_and_crop(images, self.generator)
@@ -166,10 +179,12 @@ class Trainer:
         # With unequal shares, gradients averaged over processes would weigh images unequally; this undoes it.
         total = self.accelerator.reduce(torch.tensor(float(len(images)), device=images.device), "sum")
         weight = float(self.accelerator.num_processes / total)
+        # At least two images a part, also of a short last batch; the same number of parts on every process.
+        count = max(1, min(self.plan.accumulate, int(total) // self.accelerator.num_processes // 2))
         parts = list(
             zip(
-                *(t.tensor_split(self.plan.accumulate) for t in (images, labels)),
-                keep.tensor_split(self.plan.accumulate, dim=1),
+                *(t.tensor_split(count) for t in (images, labels)),
+                keep.tensor_split(count, dim=1),
                 strict=True,
             )
         )
@@ -182,8 +197,8 @@ class Trainer:
         mean = float(self.accelerator.reduce(loss, "sum"))
         if not torch.isfinite(torch.tensor(mean)):
             raise CheckError(
-                f"the loss became {mean} at step {self.step + 1}; the last good checkpoint is kept: lower the learning "
-                "rate, or use --precision bf16 instead of fp16"
+                f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before is kept: lower the "
+                "learning rate, or use --precision bf16 instead of fp16"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate

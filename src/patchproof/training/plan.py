@@ -14,7 +14,7 @@ class Plan:
     """SGD with momentum 0.9, 10 epochs, learning rate ÷10 after half of them, no augmentation (paper, §4).
 
     `batch_size` is that of one optimiser step over all processes; `accumulate` cuts it into so many parts, to save
-    memory, without changing the step.
+    memory; the step is the same but for BatchNorm, which normalises each part by itself.
     """
 
     strategy: str = "greedy"
@@ -36,6 +36,16 @@ class Plan:
     precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
+        numbers = (
+            self.learning_rate,
+            self.warmup_epochs,
+            self.momentum,
+            self.weight_decay,
+            self.label_smoothing,
+            self.ema,
+        )
+        _require(all(map(math.isfinite, numbers)), "every number of a plan must be finite", numbers)
+        _require(0 <= self.seed < 2**63, "--seed must be in [0, 2^63)", self.seed)
         _require(self.epochs >= 1, "--epochs must be at least 1", self.epochs)
         _require(self.batch_size >= 1, "--batch-size must be at least 1", self.batch_size)
         _require(self.learning_rate > 0, "--learning-rate must be positive", self.learning_rate)

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
-from patchproof.masking import Copies, Engine, evaluate_copies, evaluating, fill_colour, occlude
+from patchproof.masking import (
+    Copies,
+    Engine,
+    evaluate_copies,
+    evaluating,
+    fill_colour,
+    label_range,
+    occlude,
+    require_classes,
+)
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import Classifier, InputError, Size
 
@@ -72,7 +81,7 @@ def masking_strategy(
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
-    return STRATEGIES[name].build(Ingredients(image_size, pair, generator, engine or Engine()))
+    return Checked(STRATEGIES[name].build(Ingredients(image_size, pair, generator, engine or Engine())), image_size)
 
 
 def require_strategy(name: str) -> None:
@@ -91,6 +100,38 @@ class Ingredients:
     masks: MaskPair
     generator: torch.Generator
     engine: Engine
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Any strategy, its input and its answer checked: images of the right size, a bool for each pixel of each copy."""
+
+    strategy: MaskingStrategy
+    image_size: Size
+
+    @property
+    def forwards(self) -> int:
+        return self.strategy.forwards
+
+    @property
+    def backwards(self) -> int:
+        return self.strategy.backwards
+
+    def __call__(
+        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
+    ) -> Bool[Tensor, "copies b 1 h w"]:
+        size = tuple(images.shape[-2:])
+        if size != self.image_size:
+            raise InputError(f"the images are {size}, the strategy is for {self.image_size}")
+        classes = getattr(classifier, "num_classes", None)
+        if isinstance(classes, int):
+            require_classes(label_range(labels), classes)
+        keep = self.strategy(classifier, images, labels)
+        if keep.dtype != torch.bool or keep.shape[1:] != (len(images), 1, *self.image_size):
+            raise InputError(
+                f"a strategy must return booleans of shape (copies, {len(images)}, 1, h, w), not {keep.shape}"
+            )
+        return keep
 
 
 # --- without looking at the classifier ---------------------------------------------------------------------------
@@ -209,7 +250,12 @@ class Search:
             )
         return found.new_full(first.shape, -torch.inf).masked_scatter(where, found)
 
+    @cached_property
+    def range(self) -> tuple[int, int] | None:
+        return label_range(self.labels)
+
     def _cross_entropy(self, logits: Tensor, image: Tensor) -> Tensor:
+        require_classes(self.range, int(logits.shape[1]))
         return functional.cross_entropy(logits, self.labels[image], reduction="none")
 
     def every(self, masks: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
