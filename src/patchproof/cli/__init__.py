@@ -22,7 +22,7 @@ from patchproof.cli.predict import predict
 from patchproof.cli.train import train
 from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, TrainConfig, find_flag, read_config_file
 from patchproof.recipes import find_recipe
-from patchproof.types import CheckError, InputError, PatchproofError
+from patchproof.types import InputError, PatchproofError
 
 CONFIGS: dict[str, type[Any]] = {
     "certify": CertifyConfig,
@@ -93,4 +93,4 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-__all__ = ["CheckError", "build_app", "main", "run"]
+__all__ = ["build_app", "main", "run"]

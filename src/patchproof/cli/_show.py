@@ -28,6 +28,21 @@ def interval_text(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
+def _bar(console: Console, *, shown: bool) -> Progress:
+    """How far, how long, how much longer, and what has been found so far; nothing without a terminal."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("{task.fields[words]}"),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    )
+
+
 class RunProgress:
     """A bar with time left and the three accuracies so far; without a terminal, a line now and then."""
 
@@ -36,25 +51,15 @@ class RunProgress:
         self.counts = {name: rate.k for name, rate in rates(records).items()}
         self.good, self.done = sum(r.error is None for r in records), len(records)
         self.last_line = time.monotonic()
-        self.bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("{task.fields[rates]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("certify", total=total, completed=self.done, rates="")
+        self.bar = _bar(console, shown=True)
+        self.task = self.bar.add_task("certify", total=total, completed=self.done, words="")
 
     def add(self, records: Sequence[Record]) -> None:
         for name in ACCURACIES:
             self.counts[name] += sum(bool(getattr(r, name)) for r in records)
         self.good += sum(r.error is None for r in records)
         self.done += len(records)
-        self.bar.update(self.task, completed=self.done, rates=self._text())
+        self.bar.update(self.task, completed=self.done, words=self._text())
         self._line_if_due()
 
     def _text(self) -> str:
@@ -82,17 +87,7 @@ class TrainingProgress:
         self.began = time.monotonic()
         self.loss: float | None = None
         self.last_line = time.monotonic()
-        self.bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("{task.fields[words]}"),
-            console=console,
-            disable=not (shown and console.is_terminal),
-        )
+        self.bar = _bar(console, shown=shown)
         self.task = self.bar.add_task("train", total=trainer.total_steps, completed=trainer.step, words="")
 
     def add(self, report: StepReport) -> None:

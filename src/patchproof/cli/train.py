@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,9 +97,10 @@ class TrainRun:
             workers=config.workers,
             skip_bad=config.skip_bad,
         )
-        # No more copies at once than the step itself has, so that the search needs no more memory than the step.
+        # A copy that is only looked at takes a fraction of the memory of one that is learned from, so up to four times
+        # as many as the step has at once still need less than the step (benchmarks/README.md).
         copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
-        chunk = min(copies, choose_chunk("auto", classifier.input_size, accelerator.device))
+        chunk = min(4 * copies, choose_chunk("auto", classifier.input_size, accelerator.device))
         masks = training_pair(config.mask_patch, classifier.input_size)
         trainer = Trainer(classifier, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
         validation = Validation.on(held_out, shipped, config, accelerator.device)
@@ -290,25 +291,9 @@ def make_plan(config: TrainConfig, architecture: str) -> Plan:
     batch_size = parse_batch_size(config.batch_size)
     if batch_size is None:
         raise InputError("--batch-size auto is for certification; training needs a number, e.g. 64")
-    return Plan(
-        strategy=config.strategy,
-        epochs=config.epochs,
-        batch_size=batch_size,
-        learning_rate=paper_learning_rate(architecture) if config.learning_rate is None else config.learning_rate,
-        schedule=config.schedule,
-        warmup_epochs=config.warmup_epochs,
-        optimizer=config.optimizer,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        label_smoothing=config.label_smoothing,
-        ema=config.ema,
-        augment=config.augment,
-        clean_copies=config.clean_copies,
-        head_only=config.head_only,
-        accumulate=config.accumulate,
-        seed=config.seed,
-        precision=config.precision,
-    )
+    rate = paper_learning_rate(architecture) if config.learning_rate is None else config.learning_rate
+    chosen = {f.name: getattr(config, f.name) for f in fields(Plan)}
+    return Plan(**chosen | {"batch_size": batch_size, "learning_rate": rate})
 
 
 def training_pair(patch: str, image_size: Size) -> Any:
