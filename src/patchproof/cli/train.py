@@ -113,6 +113,7 @@ class TrainRun:
 
         manifest = training_manifest(self.config, self.plan, self.shipped, self.trainer, self.validation.source)
         with self.folder.open_shared(manifest, resume=self.config.resume, writes=self.accelerator.is_main_process):
+            self._start_tracking()
             resumed = load_training(self.folder.path / "checkpoint-last", self.trainer)
             notes = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
             log = TrainingLog(self.folder.path / "log.jsonl", writes=self.accelerator.is_main_process)
@@ -120,6 +121,7 @@ class TrainRun:
             with training_progress(console, self.trainer, shown=self.accelerator.is_main_process) as progress:
                 for report in self._steps(notes):
                     log.step(report)
+                    self._track({"loss": report.loss, "learning_rate": report.learning_rate}, report.step)
                     progress.add(report)
                     if report.step % self.trainer.steps_per_epoch == 0:
                         self._finish_epoch(report, notes, log, progress.console)
@@ -153,7 +155,7 @@ class TrainRun:
             notes["best"] = epoch
             save_checkpoint(self.shipped, self.folder.path / "checkpoint-best", extra=epoch)
         log.epoch(epoch)
-        self._track(epoch)
+        self._track({f"validation/{k}": rate.rate for k, rate in found.items()}, report.step)
         self._save("checkpoint-last", notes)
         console.print(
             f"epoch {epoch['epoch']}: loss {report.loss:.3f}, undefended {percent(found['undefended'].rate)}, "
@@ -168,9 +170,14 @@ class TrainRun:
             self.shipped.load_state_dict(self.trainer.weights())
             save_training(self.folder.path / name, self.trainer, self.shipped, notes)
 
-    def _track(self, epoch: dict[str, Any]) -> None:
-        values = {f"validation/{k}": epoch[k]["rate"] for k in ("undefended", "certified")}
-        self.accelerator.log(values, step=epoch["step"])
+    def _start_tracking(self) -> None:
+        """Inside the run's folder, once it is this run's."""
+        if self.config.track != "none":
+            self.accelerator.project_configuration.set_directories(str(self.folder.path))
+            self.accelerator.init_trackers("tracking")
+
+    def _track(self, values: dict[str, float], step: int) -> None:
+        self.accelerator.log(values, step=step)
 
 
 def _score(epoch: dict[str, Any]) -> tuple[int, int]:
@@ -235,8 +242,6 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
             log_with=trackers,
             project_dir=str(config.output or "runs"),
         )
-        if trackers:
-            accelerator.init_trackers("patchproof")
     except (ValueError, ImportError) as error:
         raise InputError(
             f"--precision {config.precision} or --track {config.track} cannot be had here: {error}"
