@@ -72,12 +72,12 @@ def test_a_folder_of_images_becomes_records_a_manifest_and_results(photos, check
     found = records(tmp_path / "r")
     assert [r["index"] for r in found] == list(range(12))
     assert [r["path"] for r in found] == [f"{c}/{n}.png" for c in CLASSES for n in range(4)]
-    results = json.loads((tmp_path / "r" / "results.json").read_text())
+    results, shown = json.loads((tmp_path / "r" / "results.json").read_text()), capsys.readouterr().out
     for name in ("undefended", "defended", "certified"):
         k = sum(r[name] for r in found)
         assert (results[name]["k"], results[name]["n"]) == (k, 12)
         assert results[name]["interval"][0] <= k / 12 <= results[name]["interval"][1]
-        assert name in capsys.readouterr().out or name != "undefended"
+        assert name in shown
     assert results["cost"]["forwards"] == sum(r["forwards"] for r in found)
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
     assert {"schema", "config", "identity", "versions", "commit", "device", "precision", "tau"} <= set(manifest)
@@ -85,10 +85,12 @@ def test_a_folder_of_images_becomes_records_a_manifest_and_results(photos, check
     assert {"weights_sha256", "data_sha256"} <= set(manifest["identity"])
 
 
-def test_certified_images_are_defended_and_undefended_right_or_not_certified(photos, checkpoint, tmp_path):
+def test_certified_images_are_answered_right_by_the_defence(photos, checkpoint, tmp_path):
     """A certificate implies a right answer: certified ⇒ defended."""
     assert certify("--dataset", photos, "--weights", checkpoint, "--patch", "1px", "--masks", 6, "--output", "r") == 0
-    assert all(r["defended"] for r in records(tmp_path / "r") if r["certified"])
+    certified = [r for r in records(tmp_path / "r") if r["certified"]]
+    assert certified
+    assert all(r["defended"] for r in certified)
 
 
 def test_early_exit_and_the_exhaustive_reference_agree(photos, checkpoint, tmp_path):
