@@ -12,6 +12,7 @@ import patchproof as pp
 import reference
 from patchproof.masking import (
     Copies,
+    Runner,
     TwoMaskTable,
     clean_labels,
     evaluate_copies,
@@ -50,7 +51,7 @@ def test_the_classifier_sees_exactly_the_pixels_the_masks_leave(masks, generator
             return batch.flatten(1)[:, :2]
 
     copies = Copies(torch.tensor([0, 1, 1]), torch.tensor([0, 4, 8]), torch.tensor([0, 2, 8]))
-    evaluate_copies(Camera(), images, masks.keep(), copies, lambda logits, _: logits, chunk=2)
+    evaluate_copies(Camera(), images, masks.keep(), copies, lambda logits, _: logits, engine=pp.Engine(chunk=2))
     for copy, image, a, b in zip(torch.cat(seen), *(t.tolist() for t in copies), strict=True):
         assert torch.equal(copy, reference.hide(images[image], (masks.rects[a], masks.rects[b]), Camera.fill))
 
@@ -112,14 +113,14 @@ class Wobbly:
         return torch.tensor([[0.0, self.lead] if fast else [self.lead, 0.0]]).expand(len(images), -1)
 
 
-@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.05, 0, 2)])
+@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.04, 0, 2)])
 def test_a_fast_label_within_tau_is_decided_again_in_float32(masks, lead, label, passes):
     engine = pp.Engine(precision="bf16", tau=0.1)
     images = torch.zeros(2, 1, 9, 9)
-    table = TwoMaskTable(Wobbly(lead), images, masks, engine=engine)
+    table = TwoMaskTable(Runner(Wobbly(lead), engine), images, masks)
     assert table.one_mask_labels().unique().tolist() == [label]
     assert table.forwards.tolist() == [passes * 9] * 2
-    assert clean_labels(Wobbly(lead), images, engine=engine).tolist() == [label] * 2
+    assert clean_labels(Runner(Wobbly(lead), engine), images).tolist() == [label] * 2
 
 
 def test_a_lead_below_the_float32_tau_certifies_nothing(masks):
@@ -144,4 +145,4 @@ def test_wrong_engine_settings_are_refused():
 
 def test_a_certificate_without_a_label_is_refused(masks):
     with pytest.raises(ValueError, match="a certificate is about a label"):
-        TwoMaskTable(lambda x: x.flatten(1), torch.zeros(1, 1, 9, 9), masks).right()
+        TwoMaskTable(Runner(lambda x: x.flatten(1), pp.Engine()), torch.zeros(1, 1, 9, 9), masks).right()

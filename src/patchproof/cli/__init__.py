@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(tokens: Sequence[str]) -> int:
     except PatchproofError as error:
         return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
-        return _complain("interrupted; what was finished is on disk, continue with --resume", code=1)
+        return _complain("stopped; what was finished is on disk, continue with --resume", code=1)
     except torch.OutOfMemoryError:
         return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
     except BrokenPipeError:
@@ -90,6 +91,7 @@ def _complain(message: str, *, code: int) -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends a run as Ctrl-C does
     sys.exit(run(sys.argv[1:]))
 
 
