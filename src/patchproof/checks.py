@@ -102,12 +102,14 @@ def measure_drift(runner: Runner, copies: Float[Tensor, "j c h w"]) -> Drift:
 
 
 def _compare_precisions(runner: Runner, copies: Float[Tensor, "j c h w"], drift: Drift) -> Drift:
-    """The fast precision against float32, each in whole chunks and the copies in other places."""
-    places = _mixed_places(len(copies), len(copies)).to(copies.device)
-    fast = _in_batches(runner, copies, places, precision=runner.engine.precision)
-    _check_finite(fast, f" in {runner.engine.precision}, which overflows; use bf16 or fp32")
+    """The fast precision against float32: in whole chunks, the copies in mixed places, and in small ones."""
+    precision = runner.engine.precision
+    places = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
+    fast = _in_batches(runner, copies, places, precision=precision)
+    few = _in_batches(runner, copies, size=max(1, runner.chunk // 5), precision=precision)
+    _check_finite(torch.cat([fast, few]), f" in {precision}, which overflows; use bf16 or fp32")
     sure = _in_batches(runner, copies)
-    return replace(drift, precision=_gap_change(fast, sure[places]), copies=len(copies))
+    return replace(drift, precision=max(_gap_change(fast, sure[places]), _gap_change(few, sure)), copies=len(copies))
 
 
 def _gap_change(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> float:

@@ -89,6 +89,26 @@ class PredictConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchConfig(ModelConfig, DataConfig):
+    """`patchproof bench`."""
+
+    limit: int | None = 64
+    """How many images, spread evenly over the data set."""
+    peer_images: int = 16
+    """How many of them the loop like the published one certifies; 0 leaves it out."""
+    surviving: Switch = False
+    """Shift the last layer so that every image survives to the last pair: nothing is spared, throughput is bare."""
+    reference: Switch = False
+    """Also certify in float32 with every pair, and compare verdicts image by image."""
+    scaling: Switch = False
+    """Also measure how cost grows with masks an axis (2 to 8) and with images."""
+    seconds: float = 1.0
+    """How long each rate of the bare network is measured."""
+    output: Path | None = None
+    """JSON file for everything measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(DataConfig):
     """`patchproof train`."""
 

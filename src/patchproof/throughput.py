@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,9 +69,7 @@ def raw_rate(
     """
     images = images.contiguous(memory_format=torch.channels_last)
     with torch.inference_mode(), tf32(precision != "fp32"):
-        return max(
-            _rate(*form, seconds=seconds) for form in _forms(network, images, AUTOCAST.get(precision), compiled)
-        )
+        return max(_rate(*form, seconds=seconds) for form in _forms(network, images, AUTOCAST.get(precision), compiled))
 
 
 def _forms(
@@ -79,7 +79,9 @@ def _forms(
     converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
     if compiled:
         converted.compile(dynamic=False)
-    forms: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [(converted, images if dtype is None else images.to(dtype))]
+    forms: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (converted, images if dtype is None else images.to(dtype))
+    ]
     if dtype is not None and not compiled:
 
         def autocast(batch: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ def peer_certify(
 def peer_predict(
     classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet
 ) -> tuple[Int64[Tensor, " b"], int]:
-    """Double masking the same way: a pass for each mask, and for every disagreeing copy of an image one more for each."""
+    """Double masking the same way: a pass for each mask, and for each disagreeing copy once more for every mask."""
     keep, fill = masks.keep(images.device), fill_colour(classifier, images)
     answers, passes = [], 0
     for batch in images.split(PEER_BATCH):
@@ -148,7 +150,8 @@ def peer_predict(
 
 @dataclass
 class Memory:
-    """Most memory held at once, over what was held before: on a GPU what torch allocated, elsewhere unknown."""
+    """Most memory held at once: on a GPU what torch allocated beyond what was held before, elsewhere all of the process
+    since it began."""
 
     device: torch.device
     held: int = 0
@@ -164,9 +167,9 @@ class Memory:
         _wait(self.device)
 
     @property
-    def peak(self) -> int | None:
+    def peak(self) -> int:
         if self.device.type != "cuda":
-            return None
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return torch.cuda.max_memory_allocated(self.device) - self.held
 
 

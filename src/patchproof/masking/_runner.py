@@ -73,12 +73,14 @@ class Audit:
 
 @dataclass
 class Runner:
-    """One classifier under one engine. `chunk` starts as the engine's and halves when memory runs out."""
+    """One classifier under one engine. `chunk` starts as the engine's and halves when memory runs out; `passes` counts
+    the masked copies evaluated."""
 
     classifier: Classifier
     engine: Engine
     chunk: int = field(init=False)
     audit: Audit = field(default_factory=Audit)
+    passes: int = 0
 
     def __post_init__(self) -> None:
         self.chunk = self.engine.chunk
@@ -88,7 +90,8 @@ class Runner:
     ) -> Float[Tensor, "j classes"]:
         """F of at most one chunk of images, in the engine's precision or another."""
         precision = precision or self.engine.precision
-        if not self.engine.compile or precision != self.engine.precision:
+        few = len(images) < self.chunk // 4  # padded to a whole chunk they would take longer than uncompiled
+        if not self.engine.compile or few or precision != self.engine.precision:
             return forward(self.classifier, images, precision=precision)
         whole = _padded(images, self.chunk)
         return forward(self.classifier, whole, precision=precision, compiled=True)[: len(images)]
@@ -113,6 +116,7 @@ class Runner:
             return read(self.logits(masked, precision=precision), part.image)
 
         answers = self.in_chunks(len(copies.image), answer)
+        self.passes += len(copies.image)
         return torch.cat(answers) if answers else images.new_zeros(0)
 
     def in_chunks(self, count: int, answer: Callable[[int, int], Tensor]) -> list[Tensor]:
