@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,8 @@ def run(tokens: Sequence[str]) -> int:
     except PatchproofError as error:
         return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") != "0":
+            return 1  # one of several processes: the main one speaks
         return _complain("stopped; what was finished is on disk, continue with --resume", code=1)
     except torch.OutOfMemoryError:
         return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
