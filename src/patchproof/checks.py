@@ -18,8 +18,8 @@ SAFETY = 8.0
 FAST_SAFETY = 4.0
 """The same between a fast precision and float32, seen on many more copies (docs/decisions/0003-tau.md)."""
 
-FAST_COPIES = 512
-"""Masked copies that a fast precision is compared on."""
+FAST_COPIES = {"cuda": 512, "cpu": 128}
+"""Masked copies that a fast precision is compared on; a CPU would take minutes for more."""
 
 REFUSED_DRIFT = 1e-2
 """A float32 logit that moves by more than this share of the largest |logit| is no rounding: the model is refused."""
@@ -74,7 +74,8 @@ def check_classifier(
     drift = measure_drift(runner, torch.cat([images, copies]))
     _check_drift(drift)
     if engine.precision != "fp32":
-        drift = _compare_precisions(runner, _masked_copies(classifier, images, masks, FAST_COPIES), drift)
+        count = FAST_COPIES.get(images.device.type, FAST_COPIES["cpu"])
+        drift = _compare_precisions(runner, _masked_copies(classifier, images, masks, count), drift)
     tau = drift.tau if engine.precision != "fp32" else 0.0
     return replace(engine, chunk=runner.chunk, tau=tau, tau_fp32=drift.tau_fp32), drift
 
