@@ -64,8 +64,8 @@ class DataConfig:
     """Only so many images, spread evenly over the data set; the result is marked partial."""
     skip_bad: Switch = False
     """Record images that cannot be read and go on, instead of stopping at the first."""
-    workers: int = 2
-    """Threads that decode images."""
+    workers: int | None = None
+    """Threads that decode images; default: one a core, at most 16, shared among the processes of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

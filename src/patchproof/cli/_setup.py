@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,13 +84,17 @@ def open_classifier(
     )
 
 
-def require_workers(config: DataConfig) -> None:
+def choose_workers(config: DataConfig) -> int:
+    """Threads that decode images."""
+    if config.workers is None:
+        return max(1, min(16, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if config.workers < 1:
         raise InputError(f"--workers must be at least 1, not {config.workers}")
+    return config.workers
 
 
 def open_source(config: DataConfig) -> ImageSource:
-    require_workers(config)
+    choose_workers(config)
     return open_dataset(config.dataset, data_dir=config.data_dir, split=config.split, download=config.download)
 
 

@@ -16,7 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._manifest import device_name, versions
-from patchproof.cli._setup import Setup, checked, images_at_once, open_classifier, open_source, prepare, sample_pixels
+from patchproof.cli._setup import (
+    Setup,
+    checked,
+    choose_workers,
+    images_at_once,
+    open_classifier,
+    open_source,
+    prepare,
+    sample_pixels,
+)
 from patchproof.config import BenchConfig, resolved
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser
@@ -65,7 +74,9 @@ class Bench:
         setup = prepare(config, classifier, low_resolution=source.low_resolution, native_sizes=native)
         indices = spread_indices(source, config.limit)
         batches = list(
-            iterate_batches(source, setup.preprocessing, indices, batch_size=64, workers=config.workers, skip_bad=True)
+            iterate_batches(
+                source, setup.preprocessing, indices, batch_size=64, workers=choose_workers(config), skip_bad=True
+            )
         )
         labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
         if config.surviving:

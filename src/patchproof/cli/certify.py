@@ -20,6 +20,7 @@ from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import (
     Setup,
     checked,
+    choose_workers,
     images_at_once,
     open_classifier,
     open_source,
@@ -202,7 +203,7 @@ class Pieces:
             self.run.source,
             self.setup.preprocessing,
             groups(),
-            workers=self.run.config.workers,
+            workers=choose_workers(self.run.config),
             skip_bad=self.run.config.skip_bad,
             ahead=1,
         )
