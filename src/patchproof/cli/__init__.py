@@ -19,8 +19,17 @@ from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
 from patchproof.cli.ls import ls
 from patchproof.cli.predict import predict
+from patchproof.cli.report import report
 from patchproof.cli.train import train
-from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, TrainConfig, find_flag, read_config_file
+from patchproof.config import (
+    CertifyConfig,
+    DemoConfig,
+    PredictConfig,
+    ReportConfig,
+    TrainConfig,
+    find_flag,
+    read_config_file,
+)
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
 
@@ -29,6 +38,7 @@ CONFIGS: dict[str, type[Any]] = {
     "predict": PredictConfig,
     "demo": DemoConfig,
     "train": TrainConfig,
+    "report": ReportConfig,
 }
 
 
@@ -39,7 +49,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, predict, ls, doctor):
+    for command in (demo, train, certify, predict, report, ls, doctor):
         app.command(command)
     return app
 
