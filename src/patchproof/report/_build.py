@@ -9,7 +9,7 @@ from pathlib import Path
 from patchproof.data import ImageSource, open_dataset
 from patchproof.models import ImageClassifier, load_checkpoint
 from patchproof.records import write_atomically
-from patchproof.report._compare import Entry, comparison_pictures, mixed_notices, paper_table, runs_table
+from patchproof.report._compare import Entry, mixed_notices, paper_table, runs_table
 from patchproof.report._facts import look
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import make_gallery
@@ -34,6 +34,7 @@ from patchproof.report._single import (
 from patchproof.report._tables import RENDERERS, Table
 from patchproof.report._text import count_words, printable
 from patchproof.report._training import line_name, training_pictures, training_table
+from patchproof.report._trends import comparison_pictures
 from patchproof.report._worst_masks import worst_masks
 from patchproof.types import InputError, PatchproofError
 

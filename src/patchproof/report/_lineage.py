@@ -21,7 +21,7 @@ CHECKPOINTS = ("checkpoint-last", "checkpoint-best")
 class Training:
     """How a classifier was trained: the strategy, and how many extra passes an image it takes.
 
-    Where no training run is known, `strategy` is None and `label` is the run's own name.
+    Where no training run is known, `strategy` is None and `label` is the name of the first run with these weights.
     """
 
     label: str
@@ -33,7 +33,15 @@ class Training:
 def find_trainings(runs: Sequence[CertifyRun], trained: Sequence[TrainRun]) -> list[Training]:
     """For each run, how its weights were trained, as far as that can be found out."""
     digests: dict[Path, str | None] = {}
-    return [_find(run, trained, digests) for run in runs]
+    names: dict[str, str] = {}
+    found = []
+    for run in runs:
+        training = _find(run, trained, digests)
+        if training.strategy is None and run.facts.weights_sha256 is not None:
+            # Runs of the same weights share a row, under the name of the first of them.
+            training = replace(training, label=names.setdefault(run.facts.weights_sha256, training.label))
+        found.append(training)
+    return found
 
 
 def _find(run: CertifyRun, trained: Sequence[TrainRun], digests: dict[Path, str | None]) -> Training:
@@ -90,4 +98,4 @@ def _doubt(checkpoint: Path, strategy: str) -> str:
 
 def _unknown(run: CertifyRun) -> str:
     weights = f" `{printable(run.facts.weights)}`" if run.facts.weights else ""
-    return f"its weights{weights} lead to no training run, so its strategy is not known; it goes by its folder's name"
+    return f"its weights{weights} lead to no training run, so its strategy is not known; it goes by a folder's name"
