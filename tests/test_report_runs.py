@@ -410,14 +410,14 @@ MEASURE = """<script>addEventListener("load", () => {
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title = event.data; });</script>
-<iframe src="page.html" width="{width}" height="2000" style="border: 0"></iframe>"""
+<iframe src="page.html" width="WIDTH" height="2000" style="border: 0"></iframe>"""
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the report in one")
 @pytest.mark.parametrize("name", ["one", "several"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tmp_path, name, width, dark):
-    (tmp_path / "frame.html").write_text(FRAME.format(width=width))
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
     (tmp_path / "page.html").write_text(pages[name].read_text("utf-8").replace("</body>", MEASURE), encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
     options += ["--window-size=1400,2100", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"]
