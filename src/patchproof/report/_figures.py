@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import matplotlib
@@ -64,13 +65,27 @@ UNSTAMPED = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure under its file name `key`; `alt` says in words what it shows."""
+    """A figure under its file name `key`; `alt` says in words what it shows. It is rendered when first asked for."""
 
     key: str
     title: str
     alt: str
-    svg: str
-    png: bytes
+    figure: Figure
+
+    @cached_property
+    def svg(self) -> str:
+        return self._rendered("svg", transparent=True).decode("utf-8")
+
+    @cached_property
+    def png(self) -> bytes:
+        assert self.svg  # rendered first, always: the layout that one leaves is where the other begins
+        return self._rendered("png", facecolor="white")
+
+    def _rendered(self, kind: str, **options: Any) -> bytes:
+        file = io.BytesIO()
+        with styled():
+            self.figure.savefig(file, format=kind, metadata=UNSTAMPED[kind], **options)
+        return file.getvalue()
 
     @property
     def inline(self) -> str:
@@ -112,19 +127,11 @@ def draw(
         handles, labels = axes.get_legend_handles_labels()
         if labels:
             figure.legend(handles, labels, loc="outside lower left", ncols=_legend_columns(labels))
-        return finish(figure, key, title, alt)
+        return Picture(key, title, alt, figure)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
     return max(1, min(3, 64 // (max(map(len, labels)) + 6)))
-
-
-def finish(figure: Figure, key: str, title: str, alt: str) -> Picture:
-    """The picture of a figure; to be called where it is `styled`."""
-    svg, png = io.BytesIO(), io.BytesIO()
-    figure.savefig(svg, format="svg", transparent=True, metadata=UNSTAMPED["svg"])
-    figure.savefig(png, format="png", facecolor="white", metadata=UNSTAMPED["png"])
-    return Picture(key, title, alt, svg.getvalue().decode("utf-8"), png.getvalue())
 
 
 def errors(rates: Sequence[Rate]) -> list[list[float]]:

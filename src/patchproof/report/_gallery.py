@@ -45,6 +45,11 @@ class Card:
     certified: bool
 
     @property
+    def too_close(self) -> bool:
+        """The right label, but not far enough ahead to count."""
+        return not self.certified and self.answered == self.label
+
+    @property
     def pixelated(self) -> bool:
         return max(self.size) <= SMALL
 
@@ -89,18 +94,25 @@ def open_images(facts: Facts, *, dataset: str | None, data_dir: Path | None) -> 
     if facts.masks is None or facts.preprocessing is None or not facts.fill or name is None:
         return "The manifest does not say how the images were read and masked, so none are shown."
     own = _text(facts.config.get("data_dir"))
-    split = None if dataset else _text(facts.config.get("split"))
+    place = data_dir or (Path(own) if own else None)
+    reason = ""
+    for split in dict.fromkeys((_text(facts.config.get("split")), None)):  # a folder named now may have no splits
+        found = _same_images(facts, name, place, split)
+        if not isinstance(found, str):
+            return Images(found, facts.preprocessing, facts.masks, facts.fill)
+        reason = reason or found
+    return f"{reason}; {ELSEWHERE}."
+
+
+def _same_images(facts: Facts, name: str, place: Path | None, split: str | None) -> ImageSource | str:
     try:
-        source = open_dataset(name, data_dir=data_dir or (Path(own) if own else None), split=split)
+        source = open_dataset(name, data_dir=place, split=split)
         digest = source.listing_sha256()
     except (PatchproofError, OSError) as error:
-        return f"The images are not there any more ({printable(str(error))}); {ELSEWHERE}."
-    if digest != facts.data_sha256:
-        return (
-            f"The images in {printable(name)} are not those of the run (another sha256 of the listing), so none are "
-            f"shown; {ELSEWHERE}."
-        )
-    return Images(source, facts.preprocessing, facts.masks, facts.fill)
+        return f"The images are not there any more ({printable(str(error))})"
+    if digest == facts.data_sha256:
+        return source
+    return f"The images in {printable(name)} are not those of the run (another sha256 of the listing): none are shown"
 
 
 def _text(value: Any) -> str | None:
@@ -125,7 +137,7 @@ def _cards(run: CertifyRun, images: Images, records: Sequence[Record]) -> Iterat
                 title=printable(record.path),
                 label=run.class_name(record.label),
                 answered=run.class_name(record.witness.label),
-                margin=f"{record.margin:+.3f}",
+                margin=f"{record.margin:+.3g}",
                 image=data_uri(pixels),
                 masked=data_uri(masked_pixels(pixels, rects, images.fill)),
                 rects=rects,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from patchproof.models import checkpoint_sha256
 from patchproof.report._facts import look
+from patchproof.report._lines import json_object
 from patchproof.report._runs import CertifyRun, TrainRun, search_passes
 from patchproof.report._text import printable
 from patchproof.types import PatchproofError
@@ -81,11 +81,8 @@ def _sha256(checkpoint: Path) -> str | None:
 
 
 def _train_manifest(folder: Path) -> Mapping[str, Any]:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return manifest if isinstance(manifest, Mapping) and manifest.get("command") == "train" else {}
+    manifest = json_object(folder / "manifest.json") or {}
+    return manifest if manifest.get("command") == "train" else {}
 
 
 def _doubt(checkpoint: Path, strategy: str) -> str:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from patchproof.records import ACCURACIES, SCHEMA, Rate, Record, rates
 from patchproof.report._facts import Facts, label_names, look, missing_facts, read_facts
-from patchproof.report._text import count_words, printable, shortened
+from patchproof.report._lines import json_object, read_lines
+from patchproof.report._text import count_words, printable
 from patchproof.types import InputError
-
-Line = TypeVar("Line")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
     path = folder / "manifest.json"
     if not path.is_file():
         return {}, ["manifest.json is missing: what the run was made with is not known"]
-    content = _json_object(path)
+    content = json_object(path)
     if content is None:
         return {}, ["manifest.json is damaged: what the run was made with is not known"]
     schema = content.get("schema")
@@ -141,20 +140,12 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return content, doubts
 
 
-def _json_object(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list[str]) -> CertifyRun:
     found = read_lines(folder / "records.jsonl", _sound_record)
     records = _once(found.values)
     if not manifest and not records:
         raise InputError(_no_run(folder))
-    facts, results = read_facts(manifest), _json_object(folder / "results.json")
+    facts, results = read_facts(manifest), json_object(folder / "results.json")
     unknown = missing_facts(facts) if manifest else []
     notices = [
         *doubts,
@@ -166,34 +157,6 @@ def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list
     ]
     names = label_names(manifest, records)
     return CertifyRun(folder, name, facts, records, names, _seconds(look(results or {}, "cost")), tuple(notices))
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The lines of a file that hold what they should, and what to say about the others."""
-
-    values: list[Any] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
-def read_lines(path: Path, parse: Callable[[str], Line]) -> Lines:
-    """Every sound line of a JSONL file. The last one counts only when its end is there: a kill may have cut it."""
-    try:
-        *lines, rest = path.read_bytes().split(b"\n")
-    except OSError:
-        return Lines(notices=[f"{path.name} is missing or cannot be read"])
-    values, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values.append(parse(line.decode("utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            damaged.append(number)
-    notices = [f"the last line of {path.name} is cut short and left out"] if rest else []
-    if damaged:
-        which = shortened(", ".join(map(str, damaged)), 60)
-        words = count_words(len(damaged), "line is", "lines are")
-        notices.append(f"{words} damaged in {path.name} and left out: {which}")
-    return Lines(values, notices)
 
 
 def _sound_record(line: str) -> Record:
@@ -298,7 +261,7 @@ def _train_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list[s
         raise InputError(_no_run(folder))
     losses = dict(value for value in found.values if not isinstance(value, Epoch))
     epochs = {value.epoch: value for value in found.values if isinstance(value, Epoch)}
-    results, total = _json_object(folder / "results.json"), manifest.get("steps")
+    results, total = json_object(folder / "results.json"), manifest.get("steps")
     notices = [*doubts, *found.notices]
     if results is None:
         notices.append("results.json is missing or damaged: training was stopped, or the file was lost")

@@ -15,7 +15,7 @@ from torch.nn import functional
 from patchproof.data import ImageSource, default_preprocessing, iterate_batches, spread_indices
 from patchproof.masking import as_images, fill_colour, forward, occlude
 from patchproof.models import ImageClassifier, match_labels
-from patchproof.report._figures import Picture, finish, styled
+from patchproof.report._figures import Picture, styled
 from patchproof.report._text import class_words, printable, shortened
 from patchproof.training import masking_strategy
 
@@ -106,7 +106,7 @@ def draw_strips(strips: Sequence[Strip]) -> Picture:
                 _show(axes, picture, caption)
         title = f"What each strategy hides from its own network, n = {count} images"
         figure.suptitle(f"{title}: answer (loss in nats)", fontsize=9.5)
-        return finish(figure, "worst-masks", title, f"{title}, with the network's answer and its loss below each.")
+        return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)
 
 
 def _show(axes: Axes, picture: Tensor, caption: str) -> None:
