@@ -228,6 +228,10 @@ def test_folders_are_named_by_what_tells_them_apart(tmp_path):
     assert list(short_names(folders).values()) == ["a/x", "b/x", "y"]
 
 
+def test_a_folder_named_twice_is_one_run(folder):
+    assert len(load_runs([folder, folder / ".." / folder.name])[0]) == 1
+
+
 # Figures
 
 

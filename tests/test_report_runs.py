@@ -326,8 +326,10 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
     for words in ("masks per axis", "certified (% of images)", "n = 40"):
         assert words in pictures["by-masks"].svg
     assert comparison_pictures(entries[:1]) == []
-    other = entry(tmp_path, "cutout", per_axis=6, patch=5, **{"identity.data_sha256": "other"})
-    assert comparison_pictures([entries[0], other]) == []
+    more = {"per_axis": 6, "patch": 5, "identity.weights_sha256": "cutout"}
+    assert len(comparison_pictures([entries[0], entry(tmp_path, "cutout", **more)])) == 1
+    for change in ({"identity.data_sha256": "other"}, {"identity.threat_space": "native"}):
+        assert comparison_pictures([entries[0], entry(tmp_path, "cutout", **more | change)]) == []
 
 
 def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
@@ -385,6 +387,8 @@ def pages(real, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_several_real_runs_show_table_curves_and_masks(pages):
+    settings = (pages["one"].parent / "tables" / "settings.csv").read_text()
+    assert "trained on the masks of,greedy\n" in settings
     page = pages["several"].read_text("utf-8")
     for words in (
         "Strategies",

@@ -120,10 +120,10 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     loaded: list[CertifyRun | TrainRun] = [*certified, *trained]
     notices = [Notice(run.name, text) for run in loaded for text in run.notices]
     several = len(entries) > 1
+    notices += [Notice(e.run.name, e.training.doubt) for e in entries if e.training.doubt and _matters(e, several)]
     if several:
-        notices += [Notice(e.run.name, e.training.doubt) for e in entries if e.training.doubt]
         notices = [Notice("", text) for text in mixed_notices(entries)] + notices
-    sections = _comparison(entries) if several else [s for run in certified for s in _details(run, chosen)]
+    sections = _comparison(entries) if several else [s for entry in entries for s in _details(entry, chosen)]
     sections += _training(trained)
     page = Page(
         title=printable(chosen.title or _title(certified, trained)),
@@ -133,6 +133,11 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         sections=[section for section in sections if section],
     )
     return Report(page, tuple(_whole_tables(certified, sections)))
+
+
+def _matters(entry: Entry, several: bool) -> bool:
+    """A strategy that is guessed, always; one that is not known, only where rows are named by it."""
+    return several or entry.training.strategy is not None
 
 
 def _whole_tables(certified: Sequence[CertifyRun], sections: Sequence[Section]) -> list[Table]:
@@ -159,10 +164,11 @@ def _subtitle(certified: Sequence[CertifyRun], trained: Sequence[TrainRun]) -> s
     return " and ".join(parts)
 
 
-def _details(run: CertifyRun, options: Options) -> list[Section]:
+def _details(entry: Entry, options: Options) -> list[Section]:
+    run = entry.run
     margin_words = (MARGIN, EARLY) if not run.facts.exhaustive else (MARGIN,)
     sections = [
-        Section("settings", "Made with", tables=(settings_table(run),)),
+        Section("settings", "Made with", tables=(settings_table(run, entry.training),)),
     ]
     if not run.good:
         return sections

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from patchproof.records import ACCURACIES, Rate
 from patchproof.report._figures import COLOURS, INK, Picture, draw, error_bars, errors, percents
+from patchproof.report._lineage import Training
 from patchproof.report._measures import Histogram, by_class, histogram, margins, quantiles
 from patchproof.report._runs import CertifyRun
 from patchproof.report._tables import Cell, Column, Table
@@ -92,7 +93,7 @@ def cost_table(run: CertifyRun) -> Table:
     return Table("cost", "Cost", (Column("what"), Column("how much")), tuple(values))
 
 
-def settings_table(run: CertifyRun) -> Table:
+def settings_table(run: CertifyRun, training: Training) -> Table:
     facts = run.facts
     tau = "unknown" if facts.tau is None else f"{facts.tau:.3g} logits (float32)"
     size = "unknown" if facts.masks is None else "×".join(map(str, facts.masks.image_size))
@@ -100,6 +101,7 @@ def settings_table(run: CertifyRun) -> Table:
         ("data set", facts.dataset),
         ("architecture", facts.architecture),
         ("weights", facts.weights or "unknown"),
+        ("trained on the masks of", training.strategy or "no training run is known"),
         ("network input", f"{size} pixels"),
         ("patch", facts.patch_words),
         ("masks", facts.masks_words),
