@@ -167,11 +167,9 @@ def _subtitle(certified: Sequence[CertifyRun], trained: Sequence[TrainRun]) -> s
 def _details(entry: Entry, options: Options) -> list[Section]:
     run = entry.run
     margin_words = (MARGIN, EARLY) if not run.facts.exhaustive else (MARGIN,)
-    sections = [
-        Section("settings", "Made with", tables=(settings_table(run, entry.training),)),
-    ]
+    settings = Section("settings", "Made with", tables=(settings_table(run, entry.training),))
     if not run.good:
-        return sections
+        return [settings]
     gallery = make_gallery(run, options.images, dataset=options.dataset, data_dir=options.data_dir)
     return [
         Section(
@@ -184,7 +182,7 @@ def _details(entry: Entry, options: Options) -> list[Section]:
         Section("margins", "Margins", margin_words, _present(margin_picture(run)), (margin_table(run),)),
         Section("cost", "Cost", (), _present(cost_picture(run)), (cost_table(run),)),
         Section("gallery", "Images and their witnesses", (CARDS,), gallery=gallery),
-        *sections,
+        settings,
     ]
 
 

@@ -114,16 +114,13 @@ def styled() -> Iterator[None]:
         fonts.setLevel(before)
 
 
-def draw(
-    key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1, titled: bool = True
-) -> Picture:
+def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
     """One figure with one pair of axes; its legend, if there is one, stands below."""
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         plot(axes)
-        if titled:
-            axes.set_title(title)
+        axes.set_title(title)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
             figure.legend(handles, labels, loc="outside lower left", ncols=_legend_columns(labels))

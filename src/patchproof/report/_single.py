@@ -22,7 +22,7 @@ MEANING = {
 MOST_CLASSES = 40
 """So many classes can be told apart in one figure; of more, the distribution is shown."""
 
-INTERVALS = "The brackets are exact (Clopper–Pearson) 95% intervals."
+INTERVALS = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
 MARGIN = (
     "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
     "pair makes the classifier answer another label."
@@ -115,12 +115,6 @@ def settings_table(run: CertifyRun, training: Training) -> Table:
 
 def _printable_row(row: tuple[str, str]) -> tuple[str, str]:
     return row[0], printable(row[1])
-
-
-def run_pictures(run: CertifyRun) -> list[Picture]:
-    """The figures that its records allow."""
-    found = [class_picture(run), margin_picture(run), cost_picture(run)] if run.good else []
-    return [picture for picture in found if picture is not None]
 
 
 def class_picture(run: CertifyRun) -> Picture:
