@@ -22,6 +22,7 @@ from patchproof.models import (
     _hub,
     checkpoint_architecture,
     checkpoint_extra,
+    checkpoint_sha256,
     classifier_summary,
     list_models,
     load_checkpoint,
@@ -372,7 +373,7 @@ def test_the_offline_switch_is_put_back(cached_hub: Callable[..., None]) -> None
 def test_files_load(small: ImageClassifier, tmp_path: Path, suffix: str) -> None:
     path = save_state(tmp_path / f"w{suffix}", small.module.state_dict())
     loaded = load_classifier("small", path, class_names=NAMES)
-    assert weights_sha256(loaded) == weights_sha256(small)
+    assert weights_sha256(loaded) == weights_sha256(small) == checkpoint_sha256(tmp_path / "c")
     assert loaded.source == f"file {path}"
 
 
@@ -775,6 +776,7 @@ def test_the_summary_is_plain_json(small: ImageClassifier) -> None:
         "architecture": "small",
         "source": "random weights, seed 3",
         "classes": 10,
+        "class_names": list(NAMES),
         "mean": [0.286] * 3,
         "std": [0.353] * 3,
         "input_size": [28, 28],

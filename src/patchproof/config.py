@@ -197,6 +197,24 @@ class DemoConfig:
     """A YAML file with any of these settings; flags win over it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """`patchproof report`."""
+
+    output: Path | None = None
+    """Folder of the report; default: `report` inside a single run, for several runs/report-… ."""
+    dataset: str | None = None
+    """Where the run's images lie now, if not where they lay: a data set's name or a folder of class folders."""
+    data_dir: Path | None = None
+    """Where the named data sets lie now."""
+    images: int = 8
+    """So many certified images and so many failures are shown."""
+    title: str | None = None
+    """Heading of the page; default: what the runs are about."""
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
+
+
 def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
     """The settings in a YAML file; an unknown key is an error that names the nearest one."""
     try:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,18 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        low = float(beta.ppf(0.025, self.k, self.n - self.k + 1)) if self.k else 0.0
-        high = float(beta.ppf(0.975, self.k + 1, self.n - self.k)) if self.k < self.n else 1.0
-        return low, high
+        return _clopper_pearson(self.k, self.n)
 
     def as_dict(self) -> dict[str, Any]:
         low, high = self.interval
         return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
+
+
+@lru_cache(maxsize=4096)
+def _clopper_pearson(k: int, n: int) -> tuple[float, float]:
+    low = float(beta.ppf(0.025, k, n - k + 1)) if k else 0.0
+    high = float(beta.ppf(0.975, k + 1, n - k)) if k < n else 1.0
+    return low, high
 
 
 @dataclass

@@ -22,12 +22,14 @@ from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
 from patchproof.cli.ls import ls
 from patchproof.cli.predict import predict
+from patchproof.cli.report import report
 from patchproof.cli.train import train
 from patchproof.config import (
     BenchConfig,
     CertifyConfig,
     DemoConfig,
     PredictConfig,
+    ReportConfig,
     TrainConfig,
     find_flag,
     read_config_file,
@@ -41,6 +43,7 @@ CONFIGS: dict[str, type[Any]] = {
     "demo": DemoConfig,
     "train": TrainConfig,
     "bench": BenchConfig,
+    "report": ReportConfig,
 }
 
 
@@ -51,7 +54,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, predict, bench, ls, doctor):
+    for command in (demo, train, certify, predict, report, bench, ls, doctor):
         app.command(command)
     return app
 

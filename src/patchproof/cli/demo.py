@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from patchproof.cli._masks_picture import draw_worst_masks
 from patchproof.cli._show import interval_text, percent
 from patchproof.cli.certify import Run
 from patchproof.cli.train import TrainRun
 from patchproof.config import CertifyConfig, DemoConfig, TrainConfig
+from patchproof.data import open_dataset
+from patchproof.models import load_checkpoint
 from patchproof.records import Rate
 from patchproof.types import InputError
 
@@ -42,9 +43,7 @@ def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -
     console.print(f"[bold]4. Certify[/] {config.images} test images against any 5×5 patch (3% of the image), anywhere")
     results = {(s, m): certify(config, folder, s, m, status) for s in STRATEGIES for m in MASKS}
     console.print(comparison(results))
-    picture = folder / "worst-case-masks.png"
-    draw_worst_masks({s: folder / s / "checkpoint-last" for s in STRATEGIES}, picture, seed=config.seed)
-    console.print(f"the masks greedy finds hardest: {escape(str(picture))}", soft_wrap=True)
+    console.print(f"the masks greedy finds hardest: {escape(str(draw_masks(config, folder)))}", soft_wrap=True)
     console.print(f"checkpoints, logs and one record an image: {escape(str(folder))}", soft_wrap=True)
     return 0
 
@@ -92,6 +91,17 @@ def certify(config: DemoConfig, folder: Path, strategy: str, masks: int, console
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
     return Run.begin(settings).execute(console)
+
+
+def draw_masks(config: DemoConfig, folder: Path) -> Path:
+    """A picture of the masks that each strategy chooses for the same images, and where it is."""
+    from patchproof.report import worst_masks
+
+    classifiers = {s: (s, load_checkpoint(folder / s / "checkpoint-last").eval()) for s in STRATEGIES}
+    picture = worst_masks(classifiers, open_dataset("fashion-mini"), seed=config.seed)
+    path = folder / "worst-case-masks.png"
+    path.write_bytes(picture.png)
+    return path
 
 
 def comparison(results: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:

@@ -2,7 +2,7 @@
 
 from patchproof.models._checkpoint import checkpoint_architecture, checkpoint_extra, save_checkpoint, settled
 from patchproof.models._classifier import ImageClassifier
-from patchproof.models._identity import classifier_summary, match_labels, weights_sha256
+from patchproof.models._identity import checkpoint_sha256, classifier_summary, match_labels, weights_sha256
 from patchproof.models._load import load_checkpoint, load_classifier, replace_head
 from patchproof.models._state import write_state
 from patchproof.models._timm import list_models
@@ -11,6 +11,7 @@ __all__ = [
     "ImageClassifier",
     "checkpoint_architecture",
     "checkpoint_extra",
+    "checkpoint_sha256",
     "classifier_summary",
     "list_models",
     "load_checkpoint",

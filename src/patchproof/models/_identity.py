@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from patchproof.models._checkpoint import WEIGHTS, read_record, settled
 from patchproof.models._classifier import ImageClassifier
+from patchproof.models._state import read_state
 from patchproof.types import InputError
 
 
 def weights_sha256(classifier: ImageClassifier) -> str:
     """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included."""
+    return _sha256(classifier.module.state_dict(), classifier.mean, classifier.std)
+
+
+def checkpoint_sha256(folder: Path) -> str:
+    """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
+    place = settled(Path(folder))
+    record = read_record(place)
+    return _sha256(read_state(place / WEIGHTS), torch.tensor(record["mean"]), torch.tensor(record["std"]))
+
+
+def _sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor) -> str:
     digest = hashlib.sha256()
-    tensors = classifier.module.state_dict() | {"(mean)": classifier.mean, "(std)": classifier.std}
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted({**state, "(mean)": mean, "(std)": std}.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
@@ -30,6 +43,7 @@ def classifier_summary(classifier: ImageClassifier) -> dict[str, Any]:
         "architecture": classifier.architecture,
         "source": classifier.source,
         "classes": classifier.num_classes,
+        "class_names": None if classifier.class_names is None else list(classifier.class_names),
         "mean": list(classifier.fill),
         "std": list(classifier.scale),
         "input_size": list(classifier.input_size),

@@ -1,0 +1,186 @@
+"""Figures that read in black and white, for colour-blind eyes, and come out the same byte for byte.
+
+Colours are Okabe and Ito's without yellow; every series has its own marker and line, bars are full or hatched.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+
+from patchproof.records import Rate
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+FILLS = ((COLOURS[0], ""), ("none", "////"))
+"""Face and hatch of the bars of the first and of the second group: full, and hatched."""
+
+INK, GRID = "#16181d", "#8a8f98"
+WIDTH = 4.5
+"""Inches: as narrow as a telephone's screen needs to keep the labels readable."""
+
+STYLE: dict[str, Any] = {
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "grid.alpha": 0.35,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5.0,
+    "savefig.dpi": 160,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "patchproof",
+    "text.color": INK,
+    "text.parse_math": False,  # a class may be called $5
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+UNSTAMPED = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure under its file name `key`; `alt` says in words what it shows. It is rendered when first asked for."""
+
+    key: str
+    title: str
+    alt: str
+    figure: Figure
+
+    @cached_property
+    def svg(self) -> str:
+        return self._rendered("svg", transparent=True).decode("utf-8")
+
+    @cached_property
+    def png(self) -> bytes:
+        assert self.svg  # rendered first, always: the layout that one leaves is where the other begins
+        return self._rendered("png", facecolor="white")
+
+    def _rendered(self, kind: str, **options: Any) -> bytes:
+        file = io.BytesIO()
+        with styled():
+            self.figure.savefig(file, format=kind, metadata=UNSTAMPED[kind], **options)
+        return file.getvalue()
+
+    @property
+    def inline(self) -> str:
+        """The SVG as an element of a page: its ids its own, its ink the page's, its size up to the page."""
+        svg = self.svg[self.svg.index("<svg") :].replace(f"{INK}", "currentColor")
+        svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{self.key}-", svg)
+        svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+        return re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
+
+    @property
+    def svg_file(self) -> str:
+        """The SVG on white, whatever it is put on."""
+        return self.svg.replace(" <defs>", ' <rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Inside, figures look like ours; matplotlib's settings are the caller's again afterwards."""
+    fonts = logging.getLogger("matplotlib.font_manager")
+    before = fonts.level
+    fonts.setLevel(logging.ERROR)
+    try:
+        with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+            yield
+    finally:
+        fonts.setLevel(before)
+
+
+def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
+    """One figure with one pair of axes; its legend, if there is one, stands below."""
+    with styled():
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.add_subplot()
+        plot(axes)
+        axes.set_title(title)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            figure.legend(handles, labels, loc="outside lower left", ncols=_legend_columns(labels))
+        return Picture(key, title, alt, figure)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    return max(1, min(3, 64 // (max(map(len, labels)) + 6)))
+
+
+def errors(rates: Sequence[Rate]) -> list[list[float]]:
+    """How far the exact 95% intervals reach below and above the rates, in percentage points."""
+    below = [100 * max(0.0, rate.rate - rate.interval[0]) for rate in rates]
+    return [below, [100 * max(0.0, rate.interval[1] - rate.rate) for rate in rates]]
+
+
+def percents(rates: Sequence[Rate]) -> list[float]:
+    return [100 * rate.rate for rate in rates]
+
+
+def series_style(number: int) -> dict[str, Any]:
+    """Marker, line and colour of the series: the first thirty differ in more than colour."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINES[number % len(LINES)],
+    }
+
+
+def error_line(axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int) -> None:
+    """Rates against x, with their 95% intervals; line `number` of `of` is moved aside a little, so that none hides."""
+    aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
+    axes.errorbar(
+        x,
+        percents(rates),
+        yerr=errors(rates),
+        capsize=2.5,
+        elinewidth=1,
+        label=label,
+        transform=axes.transData + aside,
+        **series_style(number),
+    )
+
+
+def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
+    """Rates as hatched bars between consecutive edges, with their 95% intervals."""
+    left = list(edges[:-1])
+    width = [b - a for a, b in itertools.pairwise(edges)]
+    shown = [i for i, rate in enumerate(rates) if rate.k]
+    axes.bar(
+        [left[i] for i in shown],
+        [100 * rates[i].rate for i in shown],
+        width=[width[i] for i in shown],
+        align="edge",
+        facecolor=FILLS[number][0],
+        edgecolor=COLOURS[number],
+        hatch=FILLS[number][1],
+        linewidth=0.8,
+        label=label,
+    )
+    chosen = [rates[i] for i in shown]
+    middles = [left[i] + width[i] / 2 for i in shown]
+    axes.errorbar(middles, percents(chosen), yerr=errors(chosen), fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)

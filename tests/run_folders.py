@@ -1,0 +1,103 @@
+"""Run folders written by hand, for tests that need certain numbers, names or damages in them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.records import Record, Witness, summarize
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def manifest(*, count: int, available: int | None = None, **changes: Any) -> dict[str, Any]:
+    """What `patchproof certify` would have written; `changes` replace parts, "identity.x" those inside one."""
+    side, patch, per_axis = changes.pop("side", 28), changes.pop("patch", 5), changes.pop("per_axis", 3)
+    classes = list(changes.pop("classes", CLASSES))
+    masks = covering_masks(PatchThreat((side, side), ((patch, patch),)), per_axis=per_axis)
+    content: dict[str, Any] = {
+        "schema": 1,
+        "command": "certify",
+        "config": {"dataset": "nowhere", "data_dir": None, "split": None, "weights": "random", "patch": f"{patch}px"},
+        "identity": {
+            "architecture": "small",
+            "weights_sha256": "aa",
+            "data_sha256": "dd",
+            "images": f"{count} of {available or count}",
+            "preprocessing": {"resize": [side, side], "crop": None, "interpolation": "bilinear", "antialias": True},
+            "threat_space": "input",
+            "patch_sizes": [[patch, patch]],
+            "exhaustive": False,
+        },
+        "model": {"classes": len(classes), "class_names": classes, "mean": [0.25, 0.5, 0.75]},
+        "data": {"name": "pets", "split": "all", "images": available or count, "class_names": classes},
+        "masks": {
+            "image_size": [side, side],
+            "rects": [[r.top, r.left, r.height, r.width] for r in masks.rects],
+        },
+        "tau": {"fp32": 1e-4},
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    for name, value in changes.items():
+        *parents, key = name.split(".")
+        place = content
+        for parent in parents:
+            place = place[parent]
+        place[key] = value
+    return content
+
+
+def random_records(count: int, *, classes: int = len(CLASSES), masks: int = 9, seed: int = 0) -> list[Record]:
+    """Images of which each certified one is defended, with margins of the right sign."""
+    draw = random.Random(seed)
+    records = []
+    for index in range(count):
+        defended = draw.random() < 0.8
+        certified = defended and draw.random() < 0.6
+        label = draw.randrange(classes)
+        margin = round(draw.expovariate(1) * (1 if certified else -1), 6)
+        witness = Witness((draw.randrange(masks), draw.randrange(masks)), label if certified else (label + 1) % classes)
+        passes = 45 if certified else draw.randrange(1, 46)
+        right = draw.random() < 0.9
+        records.append(Record(index, f"x/{index}.png", label, right, defended, certified, margin, passes, witness))
+    return records
+
+
+def write_run(folder: Path, content: dict[str, Any], records: Sequence[Record], *, seconds: float = 12.5) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    (folder / "records.jsonl").write_text("".join(record.line() for record in records))
+    planned, available = map(int, content["identity"]["images"].split(" of "))
+    results = summarize(records, planned=planned, available=available, seconds=seconds)
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def write_training(folder: Path, *, strategy: str = "greedy", steps: int = 20, epochs: int = 2) -> Path:
+    folder.mkdir(parents=True)
+    content = {
+        "schema": 1,
+        "command": "train",
+        "config": {"dataset": "nowhere"},
+        "identity": {"plan": {"strategy": strategy}, "mask_patch": "3%"},
+        "search": {"forwards": 25, "backwards": 0},
+        "steps": steps,
+    }
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append({"kind": "step", "step": step, "loss": 2.0 / step})
+        if step % (steps // epochs) == 0:
+            rate = {"k": step, "n": 50}
+            lines.append(
+                {"kind": "epoch", "epoch": step * epochs // steps, "step": step}
+                | dict.fromkeys(("undefended", "certified"), rate)
+            )
+    (folder / "manifest.json").write_text(json.dumps(content))
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "results.json").write_text(json.dumps({"status": "complete", "seconds": 3.5}))
+    return folder

@@ -1,0 +1,554 @@
+"""Reports: numbers that equal a slow reference, pages that load nothing, and every doubt about a run said."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from scipy.stats import binom
+
+from patchproof.cli import run as command
+from patchproof.records import Rate, Record
+from patchproof.report import Options, Report, build_report
+from patchproof.report._figures import COLOURS, INK, series_style
+from patchproof.report._measures import histogram
+from patchproof.report._runs import load_runs, short_names
+from patchproof.report._tables import Column, Table, csv_text, latex, markdown
+from patchproof.report._text import class_words, duration, printable
+from patchproof.report._training import smoothed
+from patchproof.types import InputError
+from run_folders import CLASSES, manifest, random_records, write_run, write_training
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Parsed(HTMLParser):
+    """Tags that must close, addresses that are loaded, ids, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.images_without_words = 0
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [values["id"]] if "id" in values else []
+        addresses = [
+            values[name] for name in ("src", "xlink:href", "href", "srcset", "data", "poster") if name in values
+        ]
+        self.links += [address for address in addresses if address.startswith("#")]
+        self.loaded += [address for address in addresses if not address.startswith("#")]
+        self.images_without_words += tag == "img" and not values.get("alt")
+        assert not [name for name in values if name.startswith("on")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def written(report: Report, folder: Path) -> Parsed:
+    return Parsed(report.write(folder).read_text("utf-8"))
+
+
+def table(report: Report, key: str) -> list[dict[str, str]]:
+    found = next(t for t in report.tables if t.key == key)
+    return list(csv.DictReader(io.StringIO(csv_text(found))))
+
+
+def texts(report: Report) -> list[str]:
+    return [notice.text for notice in report.notices]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_run(tmp_path / "run", manifest(count=60), random_records(60))
+
+
+def slow_interval(k: int, n: int) -> tuple[float, float]:
+    """Clopper–Pearson by bisection on the binomial distribution."""
+
+    def solve(holds: Callable[[float], bool]) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        return (low + high) / 2
+
+    lower = solve(lambda p: binom.sf(k - 1, n, p) < 0.025) if k else 0.0
+    upper = solve(lambda p: binom.cdf(k, n, p) > 0.025) if k < n else 1.0
+    return lower, upper
+
+
+def assert_rate(row: dict[str, str], name: str, k: int, n: int) -> None:
+    low, high = slow_interval(k, n)
+    assert (int(row[f"{name} k"]), int(row[f"{name} n"])) == (k, n)
+    assert float(row[f"{name} rate"]) == pytest.approx(k / n)
+    assert float(row[f"{name} low"]) == pytest.approx(low, abs=1e-9)
+    assert float(row[f"{name} high"]) == pytest.approx(high, abs=1e-9)
+
+
+# Numbers
+
+
+def test_accuracies_and_classes_equal_a_plain_count_of_the_lines(folder):
+    report = build_report([folder])
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for row in table(report, "accuracies"):
+        k = sum(line[row["accuracy"]] for line in lines)
+        assert_rate(row, "rate (95% interval)", k, 60)
+        assert row["images"] == f"{k} of 60"
+    rows = table(report, "classes")
+    assert [row["class"] for row in rows] == list(CLASSES)
+    for label, row in enumerate(rows):
+        mine = [line for line in lines if line["label"] == label]
+        for name in ("undefended", "defended", "certified"):
+            assert_rate(row, name, sum(line[name] for line in mine), len(mine))
+
+
+def test_margins_and_cost_equal_plain_sorting(folder):
+    report = build_report([folder])
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for row, certified in zip(table(report, "margins"), (True, False), strict=True):
+        values = sorted(line["margin"] for line in lines if line["certified"] == certified)
+        middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+        assert (int(row["images"]), float(row["smallest"])) == (len(values), values[0])
+        assert (float(row["median"]), float(row["largest"])) == (pytest.approx(middle), values[-1])
+    cost = {row["what"]: row["how much"] for row in table(report, "cost")}
+    total = sum(line["forwards"] for line in lines)
+    assert cost["masked passes, all images"] == f"{total:,}"
+    assert cost["masked passes an image, mean"] == f"{total / 60:.1f}"
+    assert cost["different masked copies of an image"] == "45"
+    assert (cost["time"], cost["images a second"]) == ("12 s", "4.8")
+
+
+def test_a_histogram_counts_every_value_once_and_cuts_at_zero():
+    groups = [[-3.0, -0.1, 0.0], [0.05, 2.0, 2.5, 900.0]]
+    found = histogram(groups, n=7, bins=10)
+    assert [sum(rate.k for rate in row) for row in found.shares] == [3, 4]
+    values = [*groups[0], *groups[1]] * 200
+    found = histogram([values, []], n=len(values))
+    assert sum(rate.k for rate in found.shares[0]) == len(values)
+    assert histogram([[], []], n=0) is None
+    around = histogram([[-1.0, 0.3, 1.7] * 50, []], n=150)
+    assert 0.0 in around.edges
+
+
+def test_an_outlier_does_not_squeeze_the_histogram():
+    found = histogram([[i / 100 for i in range(1000)] + [1e6], []], n=1001)
+    assert found.edges[-1] < 20
+    assert found.clipped >= 1
+    assert sum(rate.k for rate in found.shares[0]) == 1001
+
+
+def test_loss_curves_are_means_of_neighbours():
+    losses = [(step, float(step % 2)) for step in range(1, 1201)]
+    steps, low, mean, high = smoothed(losses)
+    assert len(steps) == 120
+    assert mean == [0.5] * 120
+    assert (set(low), set(high)) == ({0.0}, {1.0})
+    assert smoothed([(1, 2.0)]) == ([1.0], [2.0], [2.0], [2.0])
+
+
+# Tables
+
+
+def example() -> Table:
+    columns = (Column("class"), Column("n"), Column("defended", group="a & b"), Column("certified", group="a & b"))
+    rows = (("5% _x_ | <b>", 3, Rate(1, 3), None), ("$y$\\z", 4, Rate(4, 4), Rate(0, 0)))
+    return Table("t", "A #1 table", columns, rows, ("a note",))
+
+
+def test_markdown_has_one_cell_a_column_and_no_markup_from_names():
+    lines = [line for line in markdown(example()).splitlines() if line.startswith("|")]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    assert {len(row) for row in cells} == {4}
+    assert cells[0][2].strip() == "a &amp; b: defended"
+    assert cells[2] == [r" 5% \_x\_ \| &lt;b&gt; ", " 3 ", " 33.3% (0.8–90.6%) ", " – "]
+    assert cells[3][3].strip() == "no images"
+
+
+def test_latex_escapes_what_tex_would_read():
+    text = latex(example())
+    assert r"5\% \_x\_ \textbar{} \textless{}b\textgreater{} & 3 & 33.3\% (0.8--90.6\%) & -- \\" in text
+    assert r"\$y\$\textbackslash{}z & 4" in text
+    assert r"\multicolumn{2}{l}{a \& b}" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_csv_has_rates_as_numbers_and_reads_back():
+    rows = list(csv.DictReader(io.StringIO(csv_text(example()))))
+    assert rows[0]["class"] == "5% _x_ | <b>"
+    assert (rows[0]["a & b: defended k"], rows[0]["a & b: certified k"]) == ("1", "")
+    assert float(rows[0]["a & b: defended rate"]) == 1 / 3
+    assert (rows[1]["a & b: certified n"], rows[1]["a & b: certified rate"]) == ("0", "")
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a row has 1 cells for 2 columns"):
+        Table("t", "", (Column("a"), Column("b")), (("x",),))
+
+
+def test_words_are_one_printable_line():
+    assert printable("a\nb\x1b\udcff é") == "a\\nb\\x1b\\udcff é"
+    assert [duration(s) for s in (0.25, 59, 61, 7322)] == ["0.2 s", "59 s", "1 min 1 s", "2 h 2 min"]
+
+
+def test_wordnet_ids_become_words_and_stay_apart():
+    words = class_words({0: "n01440764", 1: "n02012849", 2: "n03126707", 3: "n99999999", 4: "eel"})
+    assert words == {0: "tench", 1: "crane (n02012849)", 2: "crane (n03126707)", 3: "n99999999", 4: "eel"}
+
+
+def test_folders_are_named_by_what_tells_them_apart(tmp_path):
+    folders = [tmp_path / name for name in ("a/x", "b/x", "b/y")]
+    assert list(short_names(folders).values()) == ["a/x", "b/x", "y"]
+
+
+def test_a_folder_named_twice_is_one_run(folder):
+    assert len(load_runs([folder, folder / ".." / folder.name])[0]) == 1
+
+
+# Figures
+
+
+def test_series_differ_in_black_and_white():
+    styles = [series_style(number) for number in range(30)]
+    assert len({(style["marker"], style["linestyle"]) for style in styles}) == 30
+    assert {style["color"] for style in styles} == set(COLOURS)
+
+
+def test_figures_have_axes_units_n_and_text_that_is_text(folder):
+    report = build_report([folder])
+    units = {"classes": "images of the class (%)", "margins": "margin (logits)", "cost": "masked passes an image"}
+    assert {picture.key for picture in report.pictures} == set(units)
+    for picture in report.pictures:
+        found = [
+            "".join(t.itertext()) for t in ElementTree.fromstring(picture.svg_file).iter() if t.tag.endswith("text")
+        ]
+        assert any(text.startswith(units[picture.key]) for text in found)
+        assert any("n = 60" in text for text in found)
+        assert "95%" in picture.alt or "istogram" in picture.alt
+        assert INK not in picture.inline
+        assert picture.png.startswith(b"\x89PNG")
+
+
+def test_bars_of_the_two_groups_differ_without_colour(folder):
+    (picture,) = [p for p in build_report([folder]).pictures if p.key == "margins"]
+    assert f"fill: {COLOURS[0].lower()}" in picture.svg
+    assert "<pattern" in picture.svg
+
+
+def test_more_classes_than_fit_are_ranked(tmp_path):
+    names = [f"k{i}" for i in range(90)]
+    run = write_run(tmp_path / "r", manifest(count=900, classes=names), random_records(900, classes=90))
+    report = build_report([run])
+    (picture,) = [p for p in report.pictures if p.key == "classes"]
+    assert "from the lowest to the highest" in picture.svg
+    (shown,) = [t for s in report.page.sections for t in s.tables if t.key == "classes"]
+    assert (len(shown.rows), len(table(report, "classes"))) == (40, 90)
+    rates = [row[2].rate for row in shown.rows]
+    everything = sorted(float(row["certified rate"]) for row in table(report, "classes"))
+    assert rates == pytest.approx([*everything[:20], *everything[-20:]])
+
+
+# The page
+
+
+def test_the_page_is_whole_and_loads_nothing(folder, tmp_path):
+    train = write_training(tmp_path / "trained")
+    for number, runs in enumerate(([folder], [folder, train])):
+        page = written(build_report(runs), tmp_path / f"out{number}")
+        assert page.ids
+        assert len(page.ids) == len(set(page.ids))
+        assert all(address.startswith("data:image/") for address in page.loaded)
+        assert {address[1:] for address in page.links} <= set(page.ids)
+        assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+        assert page.images_without_words == 0
+        source = (tmp_path / f"out{number}" / "index.html").read_text("utf-8")
+        assert not re.search(r"@import|url\((?!#)", source)
+        assert not re.findall(r"https?://(?!www\.w3\.org/)", source)
+
+
+def test_every_rate_of_the_accuracies_is_on_the_page(folder, tmp_path):
+    report = build_report([folder], Options(title="My title"))
+    page = written(report, tmp_path / "out")
+    for row in table(report, "accuracies"):
+        assert f"{100 * float(row['rate (95% interval) rate']):.1f}%" in page.text
+        assert f"{row['images']} images" in page.text
+    assert "My title" in page.text
+
+
+def test_names_and_paths_are_shown_as_text_whatever_they_hold(tmp_path):
+    evil = ["<script>alert(1)</script>", "a&b\"'$x_1^2$", "line\nbreak\x1b"]
+    elements = {"script", "marquee", "blink", "iframe"}
+    records = random_records(30)
+    content = manifest(count=30, classes=evil, **{"data.name": "<img src=x onerror=alert(1)>"})
+    content["config"]["weights"] = "</style><blink>&\udcff"
+    run = write_run(tmp_path / "r<marquee>&\udcff", content, records)
+    other = write_run(tmp_path / "other", content | {"schema": "<iframe>"}, records)
+    title = "</title><script>1</script>"
+    for number, runs in enumerate(([run], [run, other])):
+        out = tmp_path / f"out{number}"
+        report = build_report(runs, Options(title=title))
+        page = written(report, out)
+        assert not elements & set(page.tags)
+        assert title in page.text
+        assert not [address for address in page.loaded if not address.startswith("data:")]
+    single = Parsed((tmp_path / "out0" / "index.html").read_text("utf-8"))
+    for shown in ("<script>alert(1)</script>", "a&b\"'$x_1^2$", "line\\nbreak\\x1b", "</style><blink>&\\udcff"):
+        assert shown in single.text
+    for figure in (tmp_path / "out0" / "figures").glob("*.svg"):
+        ElementTree.parse(figure)
+    assert "&lt;script&gt;" in (tmp_path / "out0" / "tables" / "classes.md").read_text("utf-8")
+    assert r"\textless{}script\textgreater{}" in (tmp_path / "out0" / "tables" / "classes.tex").read_text("utf-8")
+
+
+def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
+    train = write_training(tmp_path / "trained")
+    for name in ("one", "two"):
+        build_report([folder, train]).write(tmp_path / name)
+    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
+    assert {path.suffix for path in files} == {".html", ".svg", ".png", ".md", ".csv", ".tex"}
+    assert files == sorted(p.relative_to(tmp_path / "two") for p in (tmp_path / "two").rglob("*") if p.is_file())
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
+
+
+def test_fifty_thousand_records_take_seconds_and_stay_small(tmp_path):
+    names = [f"class {i}" for i in range(1000)]
+    content = manifest(count=50_000, classes=names, side=224, patch=39, per_axis=6)
+    run = write_run(tmp_path / "r", content, random_records(50_000, classes=1000, masks=36))
+    started = time.monotonic()
+    page = build_report([run]).write(tmp_path / "out")
+    assert time.monotonic() - started < 60
+    assert page.stat().st_size < 10_000_000
+    assert "50,000" in page.read_text("utf-8")
+
+
+def test_a_report_changes_nothing_in_the_run(folder, tmp_path):
+    (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes()[:-7])
+    before = {path: path.read_bytes() for path in folder.rglob("*")}
+    build_report([folder]).write(tmp_path / "out")
+    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
+
+
+# Doubts
+
+
+def damage_last_line(folder: Path) -> None:
+    path = folder / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def damage_a_line(folder: Path) -> None:
+    path = folder / "records.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[4], lines[9] = b"\x00\xff{", lines[9].replace(b'"label": ', b'"label": "x" , "label": "')
+    path.write_bytes(b"\n".join(lines))
+
+
+def repeat_a_line(folder: Path) -> None:
+    path = folder / "records.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
+
+
+def contradict(folder: Path) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    results["certified"]["k"] += 1
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def certify_a_wrong_answer(folder: Path) -> None:
+    path = folder / "records.jsonl"
+    path.write_text(path.read_text().replace('"defended": true', '"defended": false'))
+
+
+def rewrite_manifest(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "manifest.json").write_text(json.dumps(manifest(count=60) | changes))
+
+    return damage
+
+
+def limit_afterwards(folder: Path) -> None:
+    (folder / "manifest.json").write_text(json.dumps(manifest(count=60, available=90)))
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str, int]] = [
+    (damage_last_line, r"the last line of records.jsonl is cut short and left out", 59),
+    (damage_last_line, r"partial: 59 of 60 images are done; continue with --resume", 59),
+    (damage_a_line, r"2 lines are damaged in records.jsonl and left out: 5, 10", 58),
+    (repeat_a_line, r"1 record repeats an image that has one already; the first of each counts", 60),
+    (contradict, r"results.json contradicts the records, which count: it says certified (\d+) of 60, the records", 60),
+    (certify_a_wrong_answer, r"images are recorded as certified but answered wrong, which a certificate rules out", 60),
+    (lambda f: (f / "results.json").unlink(), r"results.json is missing; the accuracies are computed from the rec", 60),
+    (lambda f: (f / "results.json").write_text("{"), r"results.json is damaged; the accuracies are computed", 60),
+    (lambda f: (f / "results.json").write_text("{}"), r"results.json contradicts .* undefended nothing, the rec", 60),
+    (lambda f: (f / "manifest.json").unlink(), r"manifest.json is missing: what the run was made with is not kn", 60),
+    (lambda f: (f / "manifest.json").write_text("[1"), r"manifest.json is damaged: what the run was made with", 60),
+    (rewrite_manifest(schema=9), r"it was written with schema 9, this version reads 1", 60),
+    (rewrite_manifest(masks=3, data=[]), r"the manifest does not say the data set, the masks", 60),
+    (limit_afterwards, r"partial: 60 of 90 images were asked for \(--limit\)", 60),
+    (limit_afterwards, r"20 records are about images that the manifest did not plan; they are counted", 60),
+    (lambda f: (f / "records.jsonl").unlink(), r"records.jsonl is missing or cannot be read", 0),
+    (lambda f: (f / "records.jsonl").write_text(""), r"there is no record yet, so there is nothing to count", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "words", "left"), DAMAGES)
+def test_every_damage_is_said_and_the_rest_is_counted(folder, damage, words, left):
+    assert load_runs([folder])[0][0].notices == ()
+    damage(folder)
+    ((run,), _) = load_runs([folder])
+    assert [text for text in run.notices if re.search(words, text)]
+    assert run.rates["certified"].n == left
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_a_line, lambda f: (f / "manifest.json").unlink(), lambda f: (f / "records.jsonl").write_text("")],
+)
+def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, tmp_path, damage):
+    damage(folder)
+    report = build_report([folder])
+    page = written(report, tmp_path / "out")
+    assert texts(report)
+    for text in texts(report):
+        assert page.text.index("Before you read the numbers") < page.text.index(text) < page.text.index("certified")
+    left = load_runs([folder])[0][0].rates["certified"].n
+    assert table(report, "accuracies")[0]["rate (95% interval) n"] == str(left)
+    assert {p.key for p in report.pictures} == ({"classes", "margins", "cost"} if left else set())
+
+
+def test_a_whole_run_has_no_notice(folder, tmp_path):
+    report = build_report([folder])
+    assert texts(report) == []
+    assert "Before you read" not in written(report, tmp_path / "out").text
+
+
+def test_bad_images_are_said_and_counted_nowhere(tmp_path):
+    records = [*random_records(9), Record(9, "x/9.png", 0, error="cut short")]
+    ((run,), _) = load_runs([write_run(tmp_path / "r", manifest(count=10), records)])
+    assert run.notices == ("partial: 1 bad image was skipped",)
+    assert run.rates["certified"].n == 9
+
+
+@pytest.mark.parametrize("field", ["label", "margin", "forwards", "witness", "index", "certified", "path"])
+@pytest.mark.parametrize("value", ["x", [], True, {"masks": ["a", "b"], "label": 1}, 1e999])
+def test_a_field_of_the_wrong_type_is_a_damaged_line(folder, field, value):
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    if isinstance(first[field], type(value)):
+        return
+    lines[0] = json.dumps(first | {field: value})
+    (folder / "records.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert "1 line is damaged in records.jsonl and left out: 1" in load_runs([folder])[0][0].notices
+
+
+def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert command(["report", "empty"]) == 2
+    assert "empty is no run: it holds no manifest.json of certify or train; nor inside it" in capsys.readouterr().err
+    assert command(["report", "nowhere"]) == 2
+    assert "no such folder: nowhere" in capsys.readouterr().err
+    write_run(tmp_path / "runs" / "one", manifest(count=3), random_records(3))
+    assert command(["report", "runs"]) == 2
+    assert "it has 1 run inside, e.g. runs/one" in " ".join(capsys.readouterr().err.split())
+    assert command(["report"]) == 2
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"name": "an app"}')
+    assert command(["report", "web"]) == 2
+    assert "web is no run" in capsys.readouterr().err
+    (tmp_path / "web" / "manifest.json").write_text('{"command": "attack"}')
+    with pytest.raises(InputError, match="holds a `attack` run; reports are about certify and train runs"):
+        build_report([tmp_path / "web"])
+    assert not (tmp_path / "empty" / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "results.json").unlink(), "results.json is missing or damaged: training was stopped"),
+        (lambda f: (f / "log.jsonl").write_text('{"kind": "step", "st'), "the last line of log.jsonl is cut short"),
+        (lambda f: (f / "log.jsonl").write_text('{"kind": "cat"}\n'), "1 line is damaged in log.jsonl and left out: 1"),
+        (lambda f: (f / "log.jsonl").write_text(""), "partial: 0 of 20 steps are done; continue with --resume"),
+    ],
+)  # fmt: skip
+def test_a_damaged_training_run_says_so(tmp_path, damage, words):
+    train = write_training(tmp_path / "t")
+    assert load_runs([train])[1][0].notices == ()
+    damage(train)
+    report = build_report([train])
+    assert [text for text in texts(report) if words in text]
+    assert words in written(report, tmp_path / "out").text
+
+
+def test_the_best_epoch_is_the_one_that_training_keeps(tmp_path):
+    train = write_training(tmp_path / "t", steps=20, epochs=4)
+    (row,) = table(build_report([train]), "training")
+    assert (row["strategy"], row["extra passes an image"], row["best epoch"]) == ("greedy", "25", "4")
+    assert (row["certified k"], row["certified n"], row["seconds"]) == ("20", "50", "3.5")
+
+
+# Files
+
+
+def test_only_an_earlier_report_is_written_over(folder, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    report = build_report([folder])
+    with pytest.raises(InputError, match="holds other things than a report; choose another --output"):
+        report.write(tmp_path / "mine")
+    (tmp_path / "mine" / "index.html").write_text("<h1>my site</h1>")
+    with pytest.raises(InputError, match="holds other things"):
+        report.write(tmp_path / "mine")
+    with pytest.raises(InputError, match="is a file; give a folder"):
+        report.write(folder / "results.json")
+    report.write(tmp_path / "out")
+    build_report([write_training(tmp_path / "t")]).write(tmp_path / "out")
+    assert not (tmp_path / "out" / "figures" / "margins.svg").exists()
+    assert (tmp_path / "out" / "figures" / "loss.svg").exists()
+
+
+def test_the_command_writes_beside_one_run_and_below_runs_for_several(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(["report", "run", "--title", "Mine"]) == 0
+    assert capsys.readouterr().out.strip().endswith("report: run/report/index.html")
+    assert "<title>Mine</title>" in (folder / "report" / "index.html").read_text("utf-8")
+    write_training(tmp_path / "t")
+    (tmp_path / "r.yaml").write_text("title: From a file\n")
+    for _ in range(2):
+        assert command(["report", "run", "t", "--config", "r.yaml"]) == 0
+    (page,) = (tmp_path / "runs").glob("report-2-runs-*/index.html")
+    assert "From a file" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("images", ["-1", "101"])
+def test_a_gallery_of_an_impossible_size_is_refused(folder, tmp_path, capsys, images):
+    assert command(["report", str(folder), "--images", images]) == 2
+    assert "--images must be 0 to 100 of each kind" in capsys.readouterr().err
