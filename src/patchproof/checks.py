@@ -9,7 +9,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import Engine, Runner, fill_colour, forward, label_margin, occlude, out_of_memory, top_two
+from patchproof.masking import (
+    PARTS,
+    Engine,
+    Runner,
+    fill_colour,
+    forward,
+    label_margin,
+    occlude,
+    out_of_memory,
+    top_two,
+)
 from patchproof.types import CheckError, Classifier, Precision
 
 SAFETY = 8.0
@@ -84,22 +94,29 @@ def measure_drift(runner: Runner, copies: Float[Tensor, "j c h w"]) -> Drift:
     """How far float32 logits move when nothing but the batch or its order changes.
 
     Each copy alone is the yardstick. Beside it: whole chunks, as the run will use them, filled with the copies in mixed
-    places; the same chunks again; and smaller ones of an odd size, whose last one is ragged.
+    places; the same chunks again; and smaller ones, whose last one is ragged.
     """
-    alone = _in_batches(runner, copies, size=1)  # never compiled, even if the run's float32 is
+    alone = torch.cat([forward(runner.classifier, one) for one in copies.split(1)])
     _check_finite(alone, "")
     mixed = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
     whole = _in_batches(runner, copies, mixed)
     again = _in_batches(runner, copies, mixed)
-    odd = _in_batches(runner, copies, size=max(2, min(runner.chunk, len(copies)) // 2 + 1))
+    small = torch.stack([_in_batches(runner, copies, size=size) for size in _small_sizes(runner, copies)])
     return Drift(
         repeated=_largest(again - whole),
-        batching=max(_largest(whole - alone[mixed]), _largest(odd - alone)),
-        gap=max(_gap_change(again, whole), _gap_change(whole, alone[mixed]), _gap_change(odd, alone)),
+        batching=max(_largest(whole - alone[mixed]), _largest(small - alone)),
+        gap=max(_gap_change(again, whole), _gap_change(whole, alone[mixed]), *(_gap_change(s, alone) for s in small)),
         precision=0.0,
         scale=max(_largest(alone), _largest(whole)),
         copies=0,
     )
+
+
+def _small_sizes(runner: Runner, images: Tensor) -> tuple[int, ...]:
+    """Sizes of batches, besides whole chunks, that the run will use: any, or where they are fixed the smaller ones."""
+    if runner.fixed(images):
+        return tuple(max(1, runner.chunk // part) for part in PARTS[1:])
+    return (max(2, min(runner.chunk, len(images)) // 2 + 1),)
 
 
 def _compare_precisions(runner: Runner, copies: Float[Tensor, "j c h w"], drift: Drift) -> Drift:
@@ -107,10 +124,12 @@ def _compare_precisions(runner: Runner, copies: Float[Tensor, "j c h w"], drift:
     precision = runner.engine.precision
     places = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
     fast = _in_batches(runner, copies, places, precision=precision)
-    few = _in_batches(runner, copies, size=max(1, runner.chunk // 5), precision=precision)
-    _check_finite(torch.cat([fast, few]), f" in {precision}, which overflows; use bf16 or fp32")
+    sizes = _small_sizes(runner, copies)
+    small = torch.stack([_in_batches(runner, copies, size=size, precision=precision) for size in sizes])
+    _check_finite(torch.cat([fast, *small]), f" in {precision}, which overflows; use bf16 or fp32")
     sure = _in_batches(runner, copies)
-    return replace(drift, precision=max(_gap_change(fast, sure[places]), _gap_change(few, sure)), copies=len(copies))
+    change = max(_gap_change(fast, sure[places]), *(_gap_change(s, sure) for s in small))
+    return replace(drift, precision=change, copies=len(copies))
 
 
 def _gap_change(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> float:
@@ -185,7 +204,7 @@ def _masked_copies(classifier: Classifier, images: Tensor, masks: MaskSet, count
 def _try_forward(runner: Runner, images: Tensor) -> Tensor:
     """The engine's own passes; from here on they work, in chunks that fit."""
     try:
-        return torch.cat(runner.in_chunks(len(images), lambda start, size: runner.logits(images[start : start + size])))
+        return _in_batches(runner, images, precision=runner.engine.precision)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         if out_of_memory(error):
@@ -222,12 +241,10 @@ def _in_batches(
     places = torch.arange(len(images), device=images.device) if places is None else places
 
     def answer(start: int, count: int) -> Tensor:
-        chunk = images[places[start : start + count]]
-        if size is None:
-            return runner.logits(chunk, precision=precision)
-        return torch.cat([forward(runner.classifier, part, precision=precision) for part in chunk.split(size)])
+        parts = images[places[start : start + count]].split(size or count)
+        return torch.cat([runner.logits(part, precision=precision) for part in parts])
 
-    return torch.cat(runner.in_chunks(len(places), answer))
+    return torch.cat(runner.in_chunks(len(places), answer, fixed=runner.fixed(images)))
 
 
 def _largest(values: Tensor) -> float:

@@ -54,7 +54,8 @@ def choose_chunk(asked: str, image_size: Size, device: torch.device) -> int:
     if exact is not None:
         return exact
     budget, most = (2_500_000, 512) if device.type == "cpu" else (80_000_000, 2048)
-    return max(1, min(most, budget // (3 * image_size[0] * image_size[1])))
+    fitting = max(1, min(most, budget // (3 * image_size[0] * image_size[1])))
+    return 1 << (fitting.bit_length() - 1)  # a power of two, of which any part is whole
 
 
 def images_at_once(chunk: int, device: torch.device) -> int:

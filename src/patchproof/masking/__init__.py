@@ -7,12 +7,13 @@ Certification, inference and the training search all evaluate masked copies thro
 from patchproof.masking._arithmetic import AUTOCAST, evaluating, forward, tf32
 from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._runner import Audit, Copies, Engine, Runner, evaluate_copies, out_of_memory
+from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, evaluate_copies, out_of_memory
 from patchproof.masking._table import BLOCK, TwoMaskTable, clean_labels, two_mask_labels
 
 __all__ = [
     "AUTOCAST",
     "BLOCK",
+    "PARTS",
     "Audit",
     "Copies",
     "Engine",

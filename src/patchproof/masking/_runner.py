@@ -37,6 +37,10 @@ class Engine:
             raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
 
 
+PARTS = (1, 4, 16)
+"""Batches of fixed sizes are whole chunks, or these parts of one."""
+
+
 class Copies(NamedTuple):
     """Masked copies to evaluate: copy j is image `image[j]` under masks `first[j]` and `second[j]` together."""
 
@@ -90,11 +94,21 @@ class Runner:
     ) -> Float[Tensor, "j classes"]:
         """F of at most one chunk of images, in the engine's precision or another."""
         precision = precision or self.engine.precision
-        few = len(images) < self.chunk // 4  # padded to a whole chunk they would take longer than uncompiled
-        if not self.engine.compile or few or precision != self.engine.precision:
+        if not self.fixed(images):
             return forward(self.classifier, images, precision=precision)
-        whole = _padded(images, self.chunk)
-        return forward(self.classifier, whole, precision=precision, compiled=True)[: len(images)]
+        shape = self.shape(len(images))
+        compiled = self.engine.compile and precision == self.engine.precision and shape == self.chunk
+        padded = _padded(images, shape)
+        return forward(self.classifier, padded, precision=precision, compiled=compiled)[: len(images)]
+
+    def fixed(self, images: Tensor) -> bool:
+        """On a GPU, or compiled, batches have few sizes: for every new one kernels are chosen anew, or compiled."""
+        return images.is_cuda or self.engine.compile
+
+    def shape(self, count: int) -> int:
+        """The size of the next batch of `count` that are left: the largest that they fill by half."""
+        sizes = [max(1, self.chunk // part) for part in PARTS]
+        return next((size for size in sizes if 2 * count >= size), sizes[-1])
 
     @torch.no_grad()
     def evaluate(
@@ -115,16 +129,16 @@ class Runner:
             masked = occlude(images[part.image], keep[part.first] & keep[part.second], fill)
             return read(self.logits(masked, precision=precision), part.image)
 
-        answers = self.in_chunks(len(copies.image), answer)
+        answers = self.in_chunks(len(copies.image), answer, fixed=self.fixed(images))
         self.passes += len(copies.image)
         return torch.cat(answers) if answers else images.new_zeros(0)
 
-    def in_chunks(self, count: int, answer: Callable[[int, int], Tensor]) -> list[Tensor]:
+    def in_chunks(self, count: int, answer: Callable[[int, int], Tensor], *, fixed: bool) -> list[Tensor]:
         """answer(start, size) for consecutive chunks of `count` things, in smaller ones once memory has run out."""
         answers: list[Tensor] = []
         start = 0
         while start < count:
-            size = min(self.chunk, count - start)
+            size = min(self.shape(count - start) if fixed else self.chunk, count - start)
             try:
                 answers.append(answer(start, size))
             except (RuntimeError, MemoryError) as error:

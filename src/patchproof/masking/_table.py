@@ -25,7 +25,8 @@ def clean_labels(runner: Runner, images: Float[Tensor, "b c h w"]) -> Int64[Tens
 
     if not len(images):
         return torch.zeros(0, dtype=torch.int64, device=images.device)
-    label, gap = torch.cat(runner.in_chunks(len(images), answer), dim=1)
+    fixed = runner.fixed(images)
+    label, gap = torch.cat(runner.in_chunks(len(images), answer, fixed=fixed), dim=1)
     again = torch.nonzero(~(gap >= runner.engine.tau))[:, 0]
     if runner.engine.precision != "fp32" and len(again):
         unsure = images[again]
@@ -33,7 +34,7 @@ def clean_labels(runner: Runner, images: Float[Tensor, "b c h w"]) -> Int64[Tens
         def decide(start: int, size: int) -> Tensor:
             return top_two(runner.logits(unsure[start : start + size], precision="fp32"))[0].float()
 
-        label[again] = torch.cat(runner.in_chunks(len(again), decide))
+        label[again] = torch.cat(runner.in_chunks(len(again), decide, fixed=fixed))
     return label.long()
 
 
