@@ -1,0 +1,165 @@
+"""Masked copies with gradients: what an attacker sees of a defence that looks at an image through masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchproof.geometry import MaskSet
+from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude
+from patchproof.types import Classifier, InputError, Size
+
+GRADIENT_SHARE = 8
+"""A pass that keeps its activations for the gradient takes about so many times the memory of one that does not."""
+
+
+@dataclass(frozen=True)
+class Views:
+    """View u of an image hides the masks `first[u]` and `second[u]`; the last view, `whole`, hides nothing.
+
+    The others are the distinct unions of two masks, and `of_pair[a, b]` is the one of masks a and b.
+    """
+
+    keep: Bool[Tensor, "m 1 h w"]
+    first: Int64[Tensor, " u"]
+    second: Int64[Tensor, " u"]
+    of_pair: Int64[Tensor, "n n"]
+
+    @classmethod
+    def of(cls, masks: MaskSet | None, image_size: Size, device: torch.device) -> Views:
+        """Every view of a mask set; without one, the whole image alone."""
+        whole = torch.ones(1, 1, *image_size, dtype=torch.bool, device=device)
+        if masks is None:
+            none = torch.zeros(1, dtype=torch.int64, device=device)
+            return cls(whole, none, none, torch.zeros(0, 0, dtype=torch.int64, device=device))
+        unions, last = masks.unions, torch.tensor([len(masks)])
+        return cls(
+            torch.cat([masks.keep(device), whole]),
+            torch.cat([unions.first, last]).to(device),
+            torch.cat([unions.second, last]).to(device),
+            unions.of_pair.to(device),
+        )
+
+    @property
+    def whole(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def one_mask(self) -> Int64[Tensor, " n"]:
+        """The views of the first round."""
+        return self.of_pair.diagonal()
+
+    def shown(self, view: Int64[Tensor, " v"]) -> Bool[Tensor, "v 1 h w"]:
+        """True where a view shows the image."""
+        return self.keep[self.first[view]] & self.keep[self.second[view]]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a candidate's loss reads: its copies in the views `view[j]`, those that are `used`, and a wrong label."""
+
+    view: Int64[Tensor, "j k"]
+    used: Bool[Tensor, "j k"]
+    wrong: Int64[Tensor, " j"]
+
+    def __getitem__(self, rows: Tensor) -> Aim:
+        return Aim(self.view[rows], self.used[rows], self.wrong[rows])
+
+    @property
+    def passes(self) -> Int64[Tensor, " j"]:
+        return self.used.sum(dim=1)
+
+
+Loss = Callable[[Tensor, Tensor, Aim], Tensor]
+"""(logits "j k classes", labels "j", aim) -> "j"; larger is worse for the defender. Unused copies have logits 0."""
+
+
+@dataclass(frozen=True)
+class Lens:
+    """A classifier seen through views, a chunk of (image × view) at a time."""
+
+    classifier: Classifier
+    views: Views
+    engine: Engine
+
+    @torch.no_grad()
+    def logits(self, images: Float[Tensor, "b c h w"], view: Int64[Tensor, " v"]) -> Float[Tensor, "b v classes"]:
+        """F of every image in each of these views."""
+        image, number = torch.cartesian_prod(torch.arange(len(images)), torch.arange(len(view))).to(view.device).T
+        parts = [
+            self._pass(self._copies(images, i, view[n]))
+            for i, n in zip(image.split(self.engine.chunk), number.split(self.engine.chunk), strict=True)
+        ]
+        return torch.cat(parts).unflatten(0, (len(images), len(view)))
+
+    def gradient(
+        self, images: Float[Tensor, "j c h w"], labels: Int64[Tensor, " j"], aim: Aim, loss: Loss
+    ) -> tuple[Float[Tensor, " j"], Float[Tensor, "j c h w"]]:
+        """The loss of each image and its gradient there.
+
+        A loss may compare copies of different chunks. So all logits come first, then the loss and its slope in them,
+        then each chunk again to carry that slope back to the pixels; a single chunk is passed once.
+        """
+        image, slot = torch.nonzero(aim.used, as_tuple=True)
+        gradient = torch.zeros_like(images)
+        if not len(image):
+            return images.new_zeros(len(images)), gradient
+        size = max(1, self.engine.chunk // GRADIENT_SHARE)
+        chunks = list(zip(image.split(size), slot.split(size), strict=True))
+        passed = [self._differentiable(images, i, aim.view[i, s], keep=len(chunks) == 1) for i, s in chunks]
+        value, slope = _slope(torch.cat([logits.detach() for _, logits in passed]), (image, slot), labels, aim, loss)
+        for (i, s), (copies, logits) in zip(chunks, passed, strict=True):
+            if not logits.requires_grad:
+                copies, logits = self._differentiable(images, i, aim.view[i, s], keep=True)
+            carried = _carry(logits, copies, slope[i, s])
+            # The copies of an image lie side by side: a product with 0 and 1 adds them in one fixed order.
+            rows = torch.arange(int(i[0]), int(i[-1]) + 1, device=i.device)
+            sums = (rows[:, None] == i).to(carried) @ carried.flatten(1)
+            gradient[rows] += sums.unflatten(1, carried.shape[1:])
+        return value, gradient
+
+    def _differentiable(self, images: Tensor, image: Tensor, view: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+        """Masked copies and their logits, tied to the copies if `keep`."""
+        copies = images[image].requires_grad_(keep)
+        with torch.set_grad_enabled(keep):
+            shown = occlude(copies, self.views.shown(view), fill_colour(self.classifier, images))
+            return copies, self._pass(shown)
+
+    def _copies(self, images: Tensor, image: Tensor, view: Tensor) -> Tensor:
+        return occlude(images[image], self.views.shown(view), fill_colour(self.classifier, images))
+
+    def _pass(self, images: Tensor) -> Tensor:
+        with _autocast(self.engine, images.device):
+            return self.classifier(images).float()
+
+
+def _slope(
+    logits: Float[Tensor, "c classes"], place: tuple[Tensor, Tensor], labels: Tensor, aim: Aim, loss: Loss
+) -> tuple[Float[Tensor, " j"], Float[Tensor, "j k classes"]]:
+    """The loss and its slope in the logits."""
+    with torch.enable_grad():
+        table = logits.new_zeros(*aim.used.shape, logits.shape[1])
+        table[place] = logits
+        table.requires_grad_()
+        value = loss(table, labels, aim)
+        (slope,) = torch.autograd.grad(value.sum(), table)
+    return value.detach(), slope
+
+
+def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
+    if not logits.requires_grad:
+        raise InputError(
+            "the classifier passes no gradient to its input, so a gradient attack cannot use it; "
+            "leave out torch.no_grad, or write an attack that needs no gradient"
+        )
+    (carried,) = torch.autograd.grad(logits, copies, slope)
+    return carried
+
+
+def _autocast(engine: Engine, device: torch.device) -> AbstractContextManager[None]:
+    return torch.autocast(device.type, dtype=AUTOCAST.get(engine.precision), enabled=engine.precision in AUTOCAST)
