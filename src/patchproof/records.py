@@ -7,9 +7,9 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.stats import beta
 
@@ -17,6 +17,9 @@ from patchproof.types import CheckError, InputError
 
 SCHEMA = 1
 ACCURACIES = ("undefended", "defended", "certified")
+ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
+
+Kind = TypeVar("Kind", bound="Record")
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,58 @@ class Record:
     @classmethod
     def parse(cls, line: str) -> Record:
         """The record of one line; ValueError if it is not one."""
-        values = json.loads(line)
-        if not isinstance(values, dict) or not set(values) <= {f.name for f in fields(cls)}:
-            raise ValueError("not a record")
-        if not isinstance(values.get("index"), int) or not isinstance(values.get("path"), str):
-            raise ValueError("a record needs an index and a path")  # noqa: TRY004
-        witness = values.get("witness")
-        if witness is not None:
-            values["witness"] = Witness(tuple(witness["masks"]), witness["label"])
-        record = cls(**values)
-        if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
-            raise ValueError("a record needs all three findings")
-        return record
+        return _parse(json.loads(line), cls)
+
+
+@dataclass(frozen=True)
+class AttackRecord(Record):
+    """A record with what attacks did to the image: is the answer still right under every patch tried?
+
+    None where nothing was tried. `place` (top, left, height, width) and `attacked_label` belong to the patch that
+    changed the defended answer. `passes` counts the copies the attacks looked at, `queries` the answers they asked for.
+    """
+
+    undefended_attacked: bool | None = None
+    attacked: bool | None = None
+    place: tuple[int, int, int, int] | None = None
+    attacked_label: int | None = None
+    passes: int = 0
+    queries: int = 0
+
+    @property
+    def broken(self) -> bool:
+        """Certified, and yet a patch changed the answer: the proof or the program is wrong."""
+        return bool(self.certified) and self.attacked is False
+
+
+def parse_record(line: str) -> Record:
+    """The record of one line, with the findings of an attack if the line has them."""
+    values = json.loads(line)
+    if not isinstance(values, dict) or "attacked" not in values:
+        return _parse(values, Record)
+    record = _parse(values, AttackRecord)
+    if not all(isinstance(value, bool | None) for value in (record.undefended_attacked, record.attacked)):
+        raise ValueError("a finding under attack is true, false or null")
+    return record if record.place is None else replace(record, place=_place(record.place))
+
+
+def _parse(values: Any, kind: type[Kind]) -> Kind:
+    if not isinstance(values, dict) or not set(values) <= {f.name for f in fields(kind)}:
+        raise ValueError("not a record")
+    if not isinstance(values.get("index"), int) or not isinstance(values.get("path"), str):
+        raise ValueError("a record needs an index and a path")  # noqa: TRY004
+    witness = values.get("witness")
+    if witness is not None:
+        values["witness"] = Witness(tuple(witness["masks"]), witness["label"])
+    record = kind(**values)
+    if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
+        raise ValueError("a record needs all three findings")
+    return record
+
+
+def _place(values: Sequence[int]) -> tuple[int, int, int, int]:
+    top, left, height, width = values
+    return top, left, height, width
 
 
 @dataclass(frozen=True)
@@ -87,13 +130,16 @@ class Rate:
         return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
 
 
-def rates(records: Iterable[Record]) -> dict[str, Rate]:
-    """The three accuracies of the records that have findings."""
+def rates(records: Iterable[Record], names: Sequence[str] = ACCURACIES) -> dict[str, Rate]:
+    """Each accuracy, over the records that have that finding."""
     good = [r for r in records if r.error is None]
-    return {name: Rate(sum(bool(getattr(r, name)) for r in good), len(good)) for name in ACCURACIES}
+    found = {name: [v for r in good if (v := getattr(r, name)) is not None] for name in names}
+    return {name: Rate(sum(values), len(values)) for name, values in found.items()}
 
 
-def summarize(records: Sequence[Record], *, planned: int, available: int, seconds: float) -> dict[str, Any]:
+def summarize(
+    records: Sequence[Record], *, planned: int, available: int, seconds: float, names: Sequence[str] = ACCURACIES
+) -> dict[str, Any]:
     """The content of results.json. Partial: not every image of the data set has been looked at."""
     good = [r for r in records if r.error is None]
     forwards = sum(r.forwards for r in good)
@@ -107,7 +153,7 @@ def summarize(records: Sequence[Record], *, planned: int, available: int, second
         "status": "partial" if partial else "complete",
         "partial": partial,
         "images": {"done": len(records), "planned": planned, "available": available, "bad": len(records) - len(good)},
-        **{name: rate.as_dict() for name, rate in rates(records).items()},
+        **{name: rate.as_dict() for name, rate in rates(records, names).items()},
         "cost": {
             "forwards": forwards,
             "forwards_per_image": forwards / len(good) if good else 0.0,
@@ -181,7 +227,7 @@ class RunFolder:
         records = []
         for number, line in enumerate(self._lines(), start=1):
             try:
-                records.append(Record.parse(line))
+                records.append(parse_record(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckError(
                     f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "

@@ -63,6 +63,13 @@ class Attacked:
     def broken(self) -> Bool[Tensor, " b"]:
         return self.predictions != self.labels
 
+    def __getitem__(self, row: int) -> Attacked:
+        """One image, as a batch of one."""
+        some = slice(row, row + 1)
+        tensors = (self.images, self.labels, self.predictions, self.passes, self.queries)
+        images, labels, predictions, passes, queries = (t[some] for t in tensors)
+        return Attacked(images, self.places[some], labels, predictions, passes, queries)
+
 
 class Attack(ABC):
     """A subclass writes `search`. Calling it hands the result on only if each image carries one patch of the threat.

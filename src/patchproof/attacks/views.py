@@ -14,8 +14,8 @@ from patchproof.geometry import MaskSet
 from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude
 from patchproof.types import Classifier, InputError, Size
 
-GRADIENT_SHARE = 8
-"""A pass that keeps its activations for the gradient takes about so many times the memory of one that does not."""
+GRADIENT_SHARE = 4
+"""A pass that keeps its activations for the gradient holds so many times fewer copies than one that does not."""
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,29 @@ from rich.console import Console
 from rich.markup import escape
 
 from patchproof import __version__
+from patchproof.cli.attack import attack
 from patchproof.cli.certify import certify
 from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
 from patchproof.cli.ls import ls
 from patchproof.cli.predict import predict
 from patchproof.cli.train import train
-from patchproof.config import CertifyConfig, DemoConfig, PredictConfig, TrainConfig, find_flag, read_config_file
+from patchproof.config import (
+    AttackConfig,
+    CertifyConfig,
+    DemoConfig,
+    PredictConfig,
+    TrainConfig,
+    find_flag,
+    read_config_file,
+)
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
 
 CONFIGS: dict[str, type[Any]] = {
     "certify": CertifyConfig,
     "predict": PredictConfig,
+    "attack": AttackConfig,
     "demo": DemoConfig,
     "train": TrainConfig,
 }
@@ -39,7 +49,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, predict, ls, doctor):
+    for command in (demo, train, certify, attack, predict, ls, doctor):
         app.command(command)
     return app
 

@@ -44,26 +44,27 @@ def _bar(console: Console, *, shown: bool) -> Progress:
 
 
 class RunProgress:
-    """A bar with time left and the three accuracies so far; without a terminal, a line now and then."""
+    """A bar with time left and the accuracies so far; without a terminal, a line now and then."""
 
-    def __init__(self, console: Console, *, total: int, records: Sequence[Record]) -> None:
-        self.console, self.total = console, total
-        self.counts = {name: rate.k for name, rate in rates(records).items()}
-        self.good, self.done = sum(r.error is None for r in records), len(records)
+    def __init__(
+        self, console: Console, *, total: int, records: Sequence[Record], names: Sequence[str], verb: str
+    ) -> None:
+        self.console, self.total, self.names = console, total, names
+        self.rates = rates(records, names)
+        self.done = len(records)
         self.last_line = time.monotonic()
         self.bar = _bar(console, shown=True)
-        self.task = self.bar.add_task("certify", total=total, completed=self.done, words="")
+        self.task = self.bar.add_task(verb, total=total, completed=self.done, words="")
 
     def add(self, records: Sequence[Record]) -> None:
-        for name in ACCURACIES:
-            self.counts[name] += sum(bool(getattr(r, name)) for r in records)
-        self.good += sum(r.error is None for r in records)
+        for name, rate in rates(records, self.names).items():
+            self.rates[name] = Rate(self.rates[name].k + rate.k, self.rates[name].n + rate.n)
         self.done += len(records)
         self.bar.update(self.task, completed=self.done, words=self._text())
         self._line_if_due()
 
     def _text(self) -> str:
-        return " · ".join(f"{name} {percent(self.counts[name] / max(1, self.good))}" for name in ACCURACIES)
+        return " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.rates.items() if rate.n)
 
     def _line_if_due(self) -> None:
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
@@ -72,8 +73,15 @@ class RunProgress:
 
 
 @contextmanager
-def run_progress(console: Console, *, total: int, records: Sequence[Record]) -> Iterator[RunProgress]:
-    progress = RunProgress(console, total=total, records=records)
+def run_progress(
+    console: Console,
+    *,
+    total: int,
+    records: Sequence[Record],
+    names: Sequence[str] = ACCURACIES,
+    verb: str = "certify",
+) -> Iterator[RunProgress]:
+    progress = RunProgress(console, total=total, records=records, names=names, verb=verb)
     with progress.bar:
         yield progress
 
@@ -117,20 +125,26 @@ def training_progress(console: Console, trainer: Trainer, *, shown: bool) -> Ite
 
 MEANING = {
     "undefended": "clean images, classifier alone",
+    "undefended_attacked": "attacked, classifier alone",
     "defended": "clean images, double masking",
+    "attacked": "attacked, double masking",
     "certified": "under any such patch, provably",
 }
 
 
-def results_table(results: Mapping[str, Any], *, title: str) -> Table:
+def results_table(results: Mapping[str, Any], *, title: str, names: Sequence[str] = ACCURACIES) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("accuracy")
     for name in ("images", "rate", "95% interval"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of what", style="dim")
-    for name in ACCURACIES:
+    for name in names:
         rate = Rate(results[name]["k"], results[name]["n"])
+        if not rate.n:
+            continue
         style = "bold green" if name == "certified" else None
         counts = f"{rate.k} of {rate.n}"
-        table.add_row(name, counts, percent(rate.rate), interval_text(rate), MEANING[name], style=style)
+        table.add_row(
+            name.replace("_", " "), counts, percent(rate.rate), interval_text(rate), MEANING[name], style=style
+        )
     return table
