@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,10 +83,10 @@ def parse_record(line: str) -> Record:
     values = json.loads(line)
     if not isinstance(values, dict) or "attacked" not in values:
         return _parse(values, Record)
-    record = _parse(values, AttackRecord)
-    if not all(isinstance(value, bool | None) for value in (record.undefended_attacked, record.attacked)):
+    if not all(isinstance(values.get(name), bool | None) for name in ("undefended_attacked", "attacked")):
         raise ValueError("a finding under attack is true, false or null")
-    return record if record.place is None else replace(record, place=_place(record.place))
+    place = values.get("place")
+    return _parse(values | {"place": None if place is None else tuple(map(int, place))}, AttackRecord)
 
 
 def _parse(values: Any, kind: type[Kind]) -> Kind:
@@ -101,11 +101,6 @@ def _parse(values: Any, kind: type[Kind]) -> Kind:
     if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
         raise ValueError("a record needs all three findings")
     return record
-
-
-def _place(values: Sequence[int]) -> tuple[int, int, int, int]:
-    top, left, height, width = values
-    return top, left, height, width
 
 
 @dataclass(frozen=True)
