@@ -32,7 +32,7 @@ from patchproof.attacks import (
     undefended_attacks,
 )
 from patchproof.attacks.losses import Scene, lead
-from patchproof.attacks.places import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
+from patchproof.attacks.places import all_places, as_rects, best_places, grid_places, inside, mass_inside, visible_share
 from patchproof.attacks.views import Aim, Lens, Views
 from patchproof.data import default_preprocessing, iterate_batches, open_dataset, spread_indices
 from patchproof.evaluation import attack_batch, evaluate_batch
@@ -204,11 +204,13 @@ def test_gradient_mass_and_hiding_equal_loops(generator):
     maps = torch.rand(3, 8, 10, generator=generator, dtype=torch.float64)
     places = all_places(THREAT)
     masks = pp.covering_masks(THREAT, per_axis=3)
-    mass, hides, pixels = mass_inside(maps, places), hidden_by(places, masks), inside(places, THREAT, "cpu")
+    mass, seen, pixels = mass_inside(maps, places), visible_share(places, masks), inside(places, THREAT, "cpu")
     for p, r in enumerate(as_rects(places)):
         expected = maps[:, r.top : r.bottom, r.left : r.right].sum(dim=(1, 2))
         assert torch.allclose(mass[:, p], expected)
-        assert hides[p].tolist() == [mask.contains(r) for mask in masks.rects]
+        assert (seen[p] == 0).tolist() == [mask.contains(r) for mask in masks.rects]
+        shown = masks.keep()[:, 0, r.top : r.bottom, r.left : r.right].float().mean(dim=(1, 2))
+        assert torch.allclose(seen[p], shown)
         assert int(pixels[p].sum()) == r.height * r.width
         assert bool(pixels[p, 0, r.top : r.bottom, r.left : r.right].all())
 
@@ -309,20 +311,24 @@ def exact_scene(seed: int):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_promising_places_are_those_of_the_definition(seed):
+def test_places_of_promise_are_those_of_the_definition(seed):
     threat, masks, classifier, images, scene = exact_scene(seed)
     places = all_places(threat)
-    hides = hidden_by(places, masks)
-    majority, unanimity = WrongMajority().promising(scene, hides), FakeUnanimity().promising(scene, hides)
+    seen = visible_share(places, masks)
+    majority, unanimity = WrongMajority().promise(scene, seen), FakeUnanimity().promise(scene, seen)
     for b, image in enumerate(images):
         table = [[reference.argmax(c) for c in row] for row in reference.two_mask_logits(classifier, image, masks)]
         label = int(scene.labels[b])
         for p, place in enumerate(as_rects(places)):
             hiding = [m for m, rect in enumerate(masks.rects) if rect.contains(place)]
             confirmed = [m for m in hiding if all(answer == label for answer in table[m])]
-            assert bool(majority[b, p]) == (not confirmed)
+            assert (float(majority[b, p]) == 2) == (not confirmed)
+            if confirmed:
+                every = [m for m in range(len(masks)) if all(answer == label for answer in table[m])]
+                shares = sorted([float(seen[p, m]) for m in every] + [1.0])
+                assert float(majority[b, p]) == pytest.approx(1 - shares[1], abs=1e-6)
             rows = [m for m in range(len(masks)) if m not in hiding and all(table[m][i] != label for i in hiding)]
-            assert bool(unanimity[b, p]) == bool(rows)
+            assert float(unanimity[b, p]) == (2 if rows else 0)
 
 
 @given(st.integers(0, 2**32))

@@ -30,13 +30,13 @@ class Scene:
         return Scene(self.views, self.labels[rows], self.logits[rows])
 
     @property
-    def table(self) -> Float[Tensor, "b n n classes"]:
-        return self.logits[:, self.views.of_pair]
-
-    @property
     def right(self) -> Bool[Tensor, "b n n"]:
         """Which two-mask copies of the clean image answer the label?"""
-        return self.table.argmax(dim=3) == self.labels[:, None, None]
+        return (self.logits.argmax(dim=2) == self.labels[:, None])[:, self.views.of_pair]
+
+    def row(self, mask: int) -> Float[Tensor, "b n classes"]:
+        """The second round under one first mask."""
+        return self.logits[:, self.views.of_pair[mask]]
 
     def shows(self, places: Int64[Tensor, "b 4"]) -> Bool[Tensor, "b u"]:
         """Which views show part of the patch?"""
@@ -58,9 +58,12 @@ class Objective(ABC):
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         """Larger is worse for the defender."""
 
-    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """Places where the clean image's answers leave this failure open; they are tried first, not alone."""
-        return torch.ones(len(scene.labels), len(hides), dtype=torch.bool, device=scene.labels.device)
+    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
+        """From 0 to 2, how far the clean image's answers leave this failure open at each place.
+
+        `seen[p, m]` is the share of place p that mask m leaves visible. Places of promise are tried first, not alone.
+        """
+        return torch.zeros(len(scene.labels), len(seen), device=seen.device)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class WrongMajority(Objective):
     def aim(self, scene: Scene, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         views, shows = scene.views, scene.shows(places)
         rows = views.one_mask.expand(len(places), -1)
-        margin = lead(scene.table.flatten(1, 2), scene.labels).unflatten(1, views.of_pair.shape)
+        margin = lead(scene.logits, scene.labels)[:, views.of_pair]
         partner = margin.masked_fill(~shows[:, views.of_pair], torch.inf).argmin(dim=2)
         second = views.of_pair[torch.arange(rows.shape[1], device=partner.device), partner]
         view = torch.cat([rows, second], dim=1)
@@ -106,10 +109,16 @@ class WrongMajority(Objective):
         unconfirmed = torch.maximum(against[:, :n], against[:, n:]).clamp(max=ENOUGH)
         return _mean(votes, used) + _mean(unconfirmed, aim.used[:, n:])
 
-    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """No mask that hides the place has a second round unanimous for y."""
+    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
+        """2 where no mask that hides the place has a second round unanimous for y.
+
+        Elsewhere y is confirmed, and what remains is a defence that mishandles several confirmations: up to 1, the more
+        of the place a second mask with such a round hides.
+        """
         confirmed = scene.right.all(dim=2)
-        return (confirmed.float() @ hides.float().T) < 0.5
+        shares = [seen.masked_fill(~rows, 1.0) for rows in confirmed]
+        least = torch.stack([share.sort(dim=1).values[:, :2] for share in shares])
+        return torch.where(least[:, :, 0] > 0, 2.0, 1 - least[:, :, -1])
 
 
 @dataclass(frozen=True)
@@ -121,54 +130,52 @@ class FakeUnanimity(Objective):
     """
 
     def aim(self, scene: Scene, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
-        views, shows = scene.views, scene.shows(places)[:, scene.views.of_pair]
-        wrong = self._wrong_labels(scene, shows)
+        of_pair = scene.views.of_pair
+        shows = scene.shows(places)[:, of_pair]
+        rows = [self._consider(scene.row(m), scene.labels, shows[:, m], m) for m in range(len(of_pair))]
+        wrong, burden = (torch.stack(values, dim=1) for values in zip(*rows, strict=True))
         every = torch.arange(len(places), device=places.device)
-        row = self._ranked_rows(scene, shows, wrong)[every, attempt % wrong.shape[1]]
-        return Aim(views.of_pair[row], shows[every, row], wrong[every, row])
+        row = burden.argsort(dim=1, stable=True)[every, attempt % len(of_pair)]
+        return Aim(of_pair[row], shows[every, row], wrong[every, row])
 
-    def _wrong_labels(self, scene: Scene, shows: Bool[Tensor, "b n n"]) -> Int64[Tensor, "b n"]:
-        """For each row the wrong label its hidden copies answer, or else the one its copies lean to most."""
+    def _consider(
+        self, row: Float[Tensor, "b n classes"], labels: Int64[Tensor, " b"], shows: Bool[Tensor, "b n"], mask: int
+    ) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        """The wrong label that a row's hidden copies answer, or else that its copies lean to; and what speaks against
+        the row: hidden copies that answer otherwise, then little leaning. A row that hides the patch comes last."""
         hidden = ~shows
-        pull = torch.where(hidden.any(dim=2, keepdim=True), hidden, shows)
-        return strongest_wrong(_mean(scene.table, pull[..., None], dim=2), scene.labels[:, None])
-
-    def _ranked_rows(
-        self, scene: Scene, shows: Bool[Tensor, "b n n"], wrong: Int64[Tensor, "b n"]
-    ) -> Int64[Tensor, "b n"]:
-        answers = scene.table.argmax(dim=3)
-        hopeless = (~shows & (answers != wrong[:, :, None])).sum(dim=2)
-        leaning = _mean(lead(scene.table, wrong), shows, dim=2)
-        unseen = ~shows.diagonal(dim1=1, dim2=2)
-        burden = hopeless + len(scene.views.of_pair) * unseen - torch.sigmoid(leaning)
-        return burden.argsort(dim=1, stable=True)
+        pull = torch.where(hidden.any(dim=1, keepdim=True), hidden, shows)
+        wrong = strongest_wrong(_mean(row, pull[:, :, None]), labels)
+        hopeless = (hidden & (row.argmax(dim=2) != wrong[:, None])).sum(dim=1)
+        leaning = _mean(lead(row, wrong), shows)
+        return wrong, hopeless + len(hidden[0]) * hidden[:, mask] - torch.sigmoid(leaning)
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         leads = lead(logits, aim.wrong).clamp(max=ENOUGH)
         weakest = leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
         return _mean(leads, aim.used) + weakest
 
-    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """Some row that shows the place has no right answer under the masks that hide it."""
-        in_the_way = [row.float() @ hides.float().T for row in scene.right]  # [m, p]: right answers of row m
+    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
+        """2 where some row that shows the place has no right answer under the masks that hide it."""
+        hides = seen == 0
+        in_the_way = [rows.float() @ hides.float().T for rows in scene.right]  # [m, p]: right answers of row m
         open_rows = [(count < 0.5) & ~hides.T for count in in_the_way]
-        return torch.stack([rows.any(dim=0) for rows in open_rows])
+        return 2.0 * torch.stack([rows.any(dim=0) for rows in open_rows])
 
 
-def lead(logits: Float[Tensor, "j *k classes"], labels: Int64[Tensor, " j *l"]) -> Float[Tensor, " j *k"]:
-    """Logit of the label minus the largest other one; one label an image, or one a row of copies."""
-    index = labels.reshape(*labels.shape, *[1] * (logits.ndim - labels.ndim)).expand(*logits.shape[:-1], 1)
+def lead(logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, "j k"]:
+    """Logit of the label minus the largest other one."""
+    index = labels[:, None, None].expand(-1, logits.shape[1], 1)
     rest = logits.scatter(-1, index, -torch.inf).amax(dim=-1)
     return logits.gather(-1, index)[..., 0] - rest
 
 
-def strongest_wrong(logits: Float[Tensor, "j *k classes"], labels: Int64[Tensor, " j *#k"]) -> Int64[Tensor, " j *k"]:
+def strongest_wrong(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Int64[Tensor, " j"]:
     """The label other than the right one with the largest logit."""
-    index = labels[..., None].expand(*logits.shape[:-1], 1)
-    return logits.detach().scatter(-1, index, -torch.inf).argmax(dim=-1)
+    return logits.detach().scatter(1, labels[:, None], -torch.inf).argmax(dim=1)
 
 
-def _mean(values: Tensor, used: Tensor, dim: int = 1) -> Tensor:
-    """The mean over the used ones, 0 if there are none."""
+def _mean(values: Tensor, used: Tensor) -> Tensor:
+    """The mean over the used copies, 0 if there are none."""
     used = used.expand_as(values)
-    return values.masked_fill(~used, 0).sum(dim=dim) / used.sum(dim=dim).clamp(min=1)
+    return values.masked_fill(~used, 0).sum(dim=1) / used.sum(dim=1).clamp(min=1)

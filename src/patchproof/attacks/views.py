@@ -106,13 +106,19 @@ class Lens:
         then each chunk again to carry that slope back to the pixels; a single chunk is passed once.
         """
         image, slot = torch.nonzero(aim.used, as_tuple=True)
-        gradient = torch.zeros_like(images)
         if not len(image):
-            return images.new_zeros(len(images)), gradient
+            return images.new_zeros(len(images)), torch.zeros_like(images)
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
+            return self._gradient(images, labels, aim, loss, (image, slot))
+
+    def _gradient(
+        self, images: Tensor, labels: Tensor, aim: Aim, loss: Loss, used: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        (image, slot), gradient = used, torch.zeros_like(images)
         size = max(1, self.engine.chunk // GRADIENT_SHARE)
         chunks = list(zip(image.split(size), slot.split(size), strict=True))
         passed = [self._differentiable(images, i, aim.view[i, s], keep=len(chunks) == 1) for i, s in chunks]
-        value, slope = _slope(torch.cat([logits.detach() for _, logits in passed]), (image, slot), labels, aim, loss)
+        value, slope = _slope(torch.cat([logits.detach() for _, logits in passed]), used, labels, aim, loss)
         for (i, s), (copies, logits) in zip(chunks, passed, strict=True):
             if not logits.requires_grad:
                 copies, logits = self._differentiable(images, i, aim.view[i, s], keep=True)
