@@ -87,15 +87,11 @@ class Lens:
     views: Views
     engine: Engine
 
-    @torch.no_grad()
     def logits(self, images: Float[Tensor, "b c h w"], view: Int64[Tensor, " v"]) -> Float[Tensor, "b v classes"]:
         """F of every image in each of these views."""
-        image, number = torch.cartesian_prod(torch.arange(len(images)), torch.arange(len(view))).to(view.device).T
-        parts = [
-            self._pass(self._copies(images, i, view[n]))
-            for i, n in zip(image.split(self.engine.chunk), number.split(self.engine.chunk), strict=True)
-        ]
-        return torch.cat(parts).unflatten(0, (len(images), len(view)))
+        pairs = torch.cartesian_prod(torch.arange(len(images), device=view.device), view)
+        chunks = [(part[:, 0], part[:, 1]) for part in pairs.split(self.engine.chunk)]
+        return self._untied(images, chunks).unflatten(0, (len(images), len(view)))
 
     def gradient(
         self, images: Float[Tensor, "j c h w"], labels: Int64[Tensor, " j"], aim: Aim, loss: Loss
@@ -117,31 +113,32 @@ class Lens:
         (image, slot), gradient = used, torch.zeros_like(images)
         size = max(1, self.engine.chunk // GRADIENT_SHARE)
         chunks = list(zip(image.split(size), slot.split(size), strict=True))
-        passed = [self._differentiable(images, i, aim.view[i, s], keep=len(chunks) == 1) for i, s in chunks]
-        value, slope = _slope(torch.cat([logits.detach() for _, logits in passed]), used, labels, aim, loss)
-        for (i, s), (copies, logits) in zip(chunks, passed, strict=True):
-            if not logits.requires_grad:
-                copies, logits = self._differentiable(images, i, aim.view[i, s], keep=True)
-            carried = _carry(logits, copies, slope[i, s])
+        kept = self._tied(images, image, aim.view[image, slot]) if len(chunks) == 1 else None
+        logits = kept[1].detach() if kept else self._untied(images, [(i, aim.view[i, s]) for i, s in chunks])
+        value, slope = _slope(logits, used, labels, aim, loss)
+        for i, s in chunks:
+            copies, answers = kept or self._tied(images, i, aim.view[i, s])
+            carried = _carry(answers, copies, slope[i, s])
             # The copies of an image lie side by side: a product with 0 and 1 adds them in one fixed order.
             rows = torch.arange(int(i[0]), int(i[-1]) + 1, device=i.device)
             sums = (rows[:, None] == i).to(carried) @ carried.flatten(1)
             gradient[rows] += sums.unflatten(1, carried.shape[1:])
         return value, gradient
 
-    def _differentiable(self, images: Tensor, image: Tensor, view: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-        """Masked copies and their logits, tied to the copies if `keep`."""
-        copies = images[image].requires_grad_(keep)
-        with torch.set_grad_enabled(keep):
-            shown = occlude(copies, self.views.shown(view), fill_colour(self.classifier, images))
-            return copies, self._pass(shown)
+    def _tied(self, images: Tensor, image: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
+        """Masked copies, and logits through which a slope can be carried back to them."""
+        with torch.enable_grad():
+            copies = images[image].requires_grad_()
+            return copies, self._pass(copies, view)
 
-    def _copies(self, images: Tensor, image: Tensor, view: Tensor) -> Tensor:
-        return occlude(images[image], self.views.shown(view), fill_colour(self.classifier, images))
+    @torch.no_grad()
+    def _untied(self, images: Tensor, chunks: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.cat([self._pass(images[image], view) for image, view in chunks])
 
-    def _pass(self, images: Tensor) -> Tensor:
-        with _autocast(self.engine, images.device):
-            return self.classifier(images).float()
+    def _pass(self, copies: Tensor, view: Tensor) -> Tensor:
+        masked = occlude(copies, self.views.shown(view), fill_colour(self.classifier, copies))
+        with _autocast(self.engine, copies.device):
+            return self.classifier(masked).float()
 
 
 def _slope(
@@ -158,12 +155,12 @@ def _slope(
 
 
 def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
-    if not logits.requires_grad:
+    carried = torch.autograd.grad(logits, copies, slope, allow_unused=True)[0] if logits.requires_grad else None
+    if carried is None:
         raise InputError(
             "the classifier passes no gradient to its input, so a gradient attack cannot use it; "
-            "leave out torch.no_grad, or write an attack that needs no gradient"
+            "leave out torch.no_grad and detach, or write an attack that needs no gradient"
         )
-    (carried,) = torch.autograd.grad(logits, copies, slope)
     return carried
 
 
