@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from patchproof.attacks.base import Attack, Patched, Target
 from patchproof.attacks.losses import Objective, Scene
-from patchproof.attacks.places import all_places, as_rects, best_places, grid_places, inside, mass_inside, visible_share
+from patchproof.attacks.places import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
 from patchproof.attacks.views import Aim, Lens, Views
 from patchproof.geometry import MaskSet, PatchThreat
 from patchproof.masking import Engine
@@ -102,7 +102,7 @@ class GradientAttack(Attack):
         mass = mass_inside(self._saliency(lens, scene, images), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         if self.masks is not None:
-            score = score + 2 * self.objective.promise(scene, visible_share(every, self.masks))
+            score = score + 2 * self.objective.promising(scene, hidden_by(every, self.masks))
         return every[best_places(score, every, self.plan.places)]
 
     def _saliency(self, lens: Lens, scene: Scene, images: Tensor) -> Float[Tensor, "b h w"]:

@@ -58,12 +58,9 @@ class Objective(ABC):
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         """Larger is worse for the defender."""
 
-    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
-        """From 0 to 2, how far the clean image's answers leave this failure open at each place.
-
-        `seen[p, m]` is the share of place p that mask m leaves visible. Places of promise are tried first, not alone.
-        """
-        return torch.zeros(len(scene.labels), len(seen), device=seen.device)
+    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """Places where the clean image's answers leave this failure open; they are tried first, not alone."""
+        return torch.ones(len(scene.labels), len(hides), dtype=torch.bool, device=hides.device)
 
 
 @dataclass(frozen=True)
@@ -109,16 +106,10 @@ class WrongMajority(Objective):
         unconfirmed = torch.maximum(against[:, :n], against[:, n:]).clamp(max=ENOUGH)
         return _mean(votes, used) + _mean(unconfirmed, aim.used[:, n:])
 
-    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
-        """2 where no mask that hides the place has a second round unanimous for y.
-
-        Elsewhere y is confirmed, and what remains is a defence that mishandles several confirmations: up to 1, the more
-        of the place a second mask with such a round hides.
-        """
+    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """No mask that hides the place has a second round unanimous for y."""
         confirmed = scene.right.all(dim=2)
-        shares = [seen.masked_fill(~rows, 1.0) for rows in confirmed]
-        least = torch.stack([share.sort(dim=1).values[:, :2] for share in shares])
-        return torch.where(least[:, :, 0] > 0, 2.0, 1 - least[:, :, -1])
+        return (confirmed.float() @ hides.float().T) < 0.5
 
 
 @dataclass(frozen=True)
@@ -155,12 +146,11 @@ class FakeUnanimity(Objective):
         weakest = leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
         return _mean(leads, aim.used) + weakest
 
-    def promise(self, scene: Scene, seen: Float[Tensor, "p n"]) -> Float[Tensor, "b p"]:
-        """2 where some row that shows the place has no right answer under the masks that hide it."""
-        hides = seen == 0
+    def promising(self, scene: Scene, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """Some row that shows the place has no right answer under the masks that hide it."""
         in_the_way = [rows.float() @ hides.float().T for rows in scene.right]  # [m, p]: right answers of row m
         open_rows = [(count < 0.5) & ~hides.T for count in in_the_way]
-        return 2.0 * torch.stack([rows.any(dim=0) for rows in open_rows])
+        return torch.stack([rows.any(dim=0) for rows in open_rows])
 
 
 def lead(logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, "j k"]:

@@ -46,10 +46,10 @@ def mass_inside(maps: Float[Tensor, "b h w"], places: Int64[Tensor, "p 4"]) -> F
     return integral[:, bottom, right] - integral[:, top, right] - integral[:, bottom, left] + integral[:, top, left]
 
 
-def visible_share(places: Int64[Tensor, "p 4"], masks: MaskSet) -> Float[Tensor, "p n"]:
-    """The share of each place's pixels that each mask leaves visible; exactly 0 where it hides them all."""
-    pixels = mass_inside(masks.keep(places.device)[:, 0].float(), places)  # whole numbers below 2²⁴: exact
-    return (pixels / (places[:, 2] * places[:, 3])).T
+def hidden_by(places: Int64[Tensor, "p 4"], masks: MaskSet) -> Bool[Tensor, "p n"]:
+    """Which mask hides which place entirely?"""
+    visible = masks.keep(places.device)[:, 0].float()  # pixels are counted in whole numbers below 2²⁴: exact
+    return mass_inside(visible, places).T == 0
 
 
 def best_places(score: Float[Tensor, "b p"], places: Int64[Tensor, "p 4"], count: int) -> Int64[Tensor, "b count"]:
