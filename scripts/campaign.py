@@ -146,7 +146,7 @@ def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
     config = AttackConfig(**{name: value for name, value in vars(arguments).items() if name not in own})
     plan = AttackPlan(config.steps, config.restarts, config.places, config.step_size, config.place_search)
     run, end = Run.begin(config), time.monotonic() + 60 * arguments.minutes
-    setup, _ = checked(run.setup, sample_pixels(run.source, run.setup.preprocessing, run.indices))
+    setup, _ = checked(run.setup, sample_pixels(run.source, run.setup, run.indices))
     tallies = {}
     for name, defense in broken_defenses(setup.defense).items():
         tallies[name] = attack_certified(

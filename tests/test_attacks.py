@@ -637,9 +637,7 @@ def sandwich(trained):
     engine, _ = pp.check_classifier(classifier, images, masks, num_classes=10, engine=pp.Engine(chunk=256))
     defense = pp.PatchCleanser(classifier, masks, threat, engine=engine)
     plan = AttackPlan(steps=8, restarts=1, places=2)
-    records = evaluate_batch(
-        defense, classifier, images, labels, indices=indices, paths=[str(i) for i in indices], engine=engine
-    )
+    records = evaluate_batch(defense, defense.runner, images, labels, indices=indices, paths=[str(i) for i in indices])
     found, breaks = attack_batch(
         records,
         images,

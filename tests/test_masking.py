@@ -12,11 +12,13 @@ import patchproof as pp
 import reference
 from patchproof.masking import (
     Copies,
+    Runner,
     TwoMaskTable,
     clean_labels,
     evaluate_copies,
     fill_colour,
     forward,
+    images_ahead,
     label_margin,
     top_two,
 )
@@ -50,7 +52,7 @@ def test_the_classifier_sees_exactly_the_pixels_the_masks_leave(masks, generator
             return batch.flatten(1)[:, :2]
 
     copies = Copies(torch.tensor([0, 1, 1]), torch.tensor([0, 4, 8]), torch.tensor([0, 2, 8]))
-    evaluate_copies(Camera(), images, masks.keep(), copies, lambda logits, _: logits, chunk=2)
+    evaluate_copies(Camera(), images, masks.keep(), copies, lambda logits, _: logits, engine=pp.Engine(chunk=2))
     for copy, image, a, b in zip(torch.cat(seen), *(t.tolist() for t in copies), strict=True):
         assert torch.equal(copy, reference.hide(images[image], (masks.rects[a], masks.rects[b]), Camera.fill))
 
@@ -112,14 +114,14 @@ class Wobbly:
         return torch.tensor([[0.0, self.lead] if fast else [self.lead, 0.0]]).expand(len(images), -1)
 
 
-@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.05, 0, 2)])
+@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.04, 0, 2)])
 def test_a_fast_label_within_tau_is_decided_again_in_float32(masks, lead, label, passes):
     engine = pp.Engine(precision="bf16", tau=0.1)
     images = torch.zeros(2, 1, 9, 9)
-    table = TwoMaskTable(Wobbly(lead), images, masks, engine=engine)
+    table = TwoMaskTable(Runner(Wobbly(lead), engine), images, masks)
     assert table.one_mask_labels().unique().tolist() == [label]
     assert table.forwards.tolist() == [passes * 9] * 2
-    assert clean_labels(Wobbly(lead), images, engine=engine).tolist() == [label] * 2
+    assert clean_labels(Runner(Wobbly(lead), engine), images).tolist() == [label] * 2
 
 
 def test_a_lead_below_the_float32_tau_certifies_nothing(masks):
@@ -144,4 +146,119 @@ def test_wrong_engine_settings_are_refused():
 
 def test_a_certificate_without_a_label_is_refused(masks):
     with pytest.raises(ValueError, match="a certificate is about a label"):
-        TwoMaskTable(lambda x: x.flatten(1), torch.zeros(1, 1, 9, 9), masks).right()
+        TwoMaskTable(Runner(lambda x: x.flatten(1), pp.Engine()), torch.zeros(1, 1, 9, 9), masks).right()
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+class Crowded:
+    """A linear classifier whose device holds at most `room` images at once."""
+
+    def __init__(self, room: int):
+        self.room, self.sizes = room, []
+        self.weight = torch.randint(-3, 4, (81, 3), generator=torch.Generator().manual_seed(0)).float()
+
+    def __call__(self, images):
+        self.sizes.append(len(images))
+        if len(images) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return images.flatten(1) @ self.weight
+
+
+@pytest.mark.parametrize("room", [1, 3, 7, 64])
+def test_running_out_of_memory_halves_the_chunk_for_good_and_changes_no_answer(masks, generator, room):
+    images = torch.randint(0, 3, (4, 1, 9, 9), generator=generator).float()
+    expected = pp.two_mask_labels(Crowded(room=10**6), images, masks)
+    classifier = Crowded(room)
+    runner = Runner(classifier, pp.Engine(chunk=64))
+    for _ in range(2):
+        table = TwoMaskTable(runner, images, masks)
+        table.evaluate_all()
+        assert torch.equal(table.label[:, table.of_pair], expected)
+    assert runner.chunk == 64 // 2 ** sum(size > room for size in classifier.sizes)
+    assert sum(size > room for size in classifier.sizes) <= 6  # found out once, not in every batch
+    assert runner.passes == 2 * 4 * len(masks.unions)
+
+
+def test_memory_for_not_even_one_image_is_an_error(masks):
+    with pytest.raises(torch.OutOfMemoryError):
+        pp.two_mask_labels(Crowded(room=0), torch.zeros(1, 1, 9, 9), masks, engine=pp.Engine(chunk=4))
+
+
+def test_other_errors_are_not_taken_for_lack_of_memory(masks):
+    def broken(images):
+        raise RuntimeError("expected scalar type Half")
+
+    with pytest.raises(RuntimeError, match="scalar type Half"):
+        pp.two_mask_labels(broken, torch.zeros(1, 1, 9, 9), masks)
+
+
+class Shapes(nn.Module):
+    """Offers a fast form of itself that remembers the batches it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, images):
+        return images.flatten(1)[:, :3]
+
+    def lowered(self, dtype, *, compiled=False):
+        def fast(images):
+            self.seen.append(len(images) if compiled else -len(images))
+            return images.flatten(1)[:, :3].to(dtype)
+
+        return fast
+
+
+def test_compiled_passes_have_one_shape_and_a_few_copies_are_not_padded(masks, generator):
+    images, classifier = torch.rand(3, 1, 9, 9, generator=generator), Shapes().eval()
+    engine = pp.Engine(chunk=32, precision="bf16", tau=0.1, compile=True)
+    found = pp.two_mask_labels(classifier, images, masks, engine=engine)
+    rest = 3 * len(masks.unions) % 32
+    assert {size for size in classifier.seen if size > 0} == {32}
+    assert [size for size in classifier.seen if size < 0] == ([-rest] if rest < 8 else [])
+    assert torch.equal(found, pp.two_mask_labels(classifier, images, masks))
+
+
+def test_a_fast_gap_that_was_further_off_than_tau_ends_the_run(masks):
+    class FarOff:
+        def __call__(self, images):
+            fast = torch.is_autocast_enabled("cpu")
+            return torch.tensor([[0.0, 0.05] if fast else [5.0, 0.0]]).expand(len(images), -1)
+
+    table = TwoMaskTable(Runner(FarOff(), pp.Engine(precision="bf16", tau=0.1)), torch.zeros(1, 1, 9, 9), masks)
+    with pytest.raises(pp.types.CheckError, match=r"changed by 5.05 between the fast precision and float32, more than"):
+        table.evaluate_all()
+
+
+def test_a_second_round_is_cancelled_once_a_label_differs(masks, generator):
+    images = torch.rand(5, 1, 9, 9, generator=generator)
+
+    def classifier(batch):
+        return (batch.flatten(1) @ torch.arange(81 * 3).reshape(81, 3).float().remainder(7) - 120).remainder(3)
+
+    first = torch.tensor([0, 1, 2, 3, 4])
+    masks_of = torch.tensor([0, 4, 8, 2, 6])
+    whole = TwoMaskTable(Runner(classifier, pp.Engine()), images, masks)
+    expected = whole.labels_under(first, masks_of)
+    lazy = TwoMaskTable(Runner(classifier, pp.Engine()), images, masks)
+    until = expected[:, 0]
+    found = lazy.labels_under(first, masks_of, until=until)
+    assert torch.equal((found == until[:, None]).all(dim=1), (expected == until[:, None]).all(dim=1))
+    assert int(lazy.forwards.sum()) < int(whole.forwards.sum())
+
+
+def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them():
+    def batches():
+        yield "a", torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+        yield "b", torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+        raise OSError("disk")
+
+    arrived = images_ahead(batches(), torch.device("cpu"))
+    name, images = next(arrived)
+    assert (name, images.dtype, images.unique().tolist()) == ("a", torch.float32, [1.0])
+    assert next(arrived)[0] == "b"
+    with pytest.raises(OSError, match="disk"):
+        next(arrived)

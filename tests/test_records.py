@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from patchproof.records import Rate, Record, RunFolder, Witness, check_prefix, rates, summarize, write_atomically
+from patchproof.records import Rate, Record, RunFolder, Witness, checked_prefix, rates, summarize, write_atomically
 from patchproof.types import CheckError, InputError
 
 MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "masks": [1, 2]}}
@@ -223,9 +223,9 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path):
 
 def test_records_of_another_plan_are_refused(tmp_path):
     with pytest.raises(CheckError, match=r"record 2 is about image 1 \(a/1.png\), this run's is 5"):
-        check_prefix([record(0), record(1)], [0, 5], ["a/0.png", "a/5.png"], where=tmp_path)
-    with pytest.raises(CheckError, match="holds 2 records, the run has only 1"):
-        check_prefix([record(0), record(1)], [0], ["a/0.png"], where=tmp_path)
+        list(checked_prefix([record(0), record(1)], [0, 5], "a/{}.png".format, where=tmp_path))
+    with pytest.raises(CheckError, match="more than the 1 records that the run has images for"):
+        list(checked_prefix([record(0), record(1)], [0], "a/{}.png".format, where=tmp_path))
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

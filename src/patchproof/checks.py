@@ -9,11 +9,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import Engine, fill_colour, forward, occlude
+from patchproof.masking import Engine, Runner, fill_colour, forward, label_margin, occlude, out_of_memory, top_two
 from patchproof.types import CheckError, Classifier, Precision
 
 SAFETY = 8.0
-"""τ is this many times the largest logit change seen (docs/decisions/0003-tau.md)."""
+"""τ of float32 is this many times the largest change of a gap seen between float32 evaluations."""
+
+FAST_SAFETY = 4.0
+"""The same between a fast precision and float32, seen on many more copies (docs/decisions/0003-tau.md)."""
+
+FAST_COPIES = {"cuda": 512, "cpu": 128}
+"""Masked copies that a fast precision is compared on; a CPU would take minutes for more."""
 
 REFUSED_DRIFT = 1e-2
 """A float32 logit that moves by more than this share of the largest |logit| is no rounding: the model is refused."""
@@ -21,22 +27,30 @@ REFUSED_DRIFT = 1e-2
 
 @dataclass(frozen=True)
 class Drift:
-    """Largest change of a logit between two evaluations of the same images; `scale` is the largest |logit|."""
+    """How far answers move between evaluations of the same images.
+
+    `repeated` and `batching` are the largest change of a logit, asked again and in other batches; `gap` that of a
+    label's lead over its runner-up, in float32, and `precision` the same between the fast precision and float32.
+    `scale` is the largest |logit|, `copies` how many masked copies `precision` was measured on.
+    """
 
     repeated: float
     batching: float
+    gap: float
     precision: float
     scale: float
+    copies: int
 
     @property
     def tau_fp32(self) -> float:
-        """A float32 lead of 2·drift survives both logits moving towards each other; rounding is never quite zero."""
-        rounding = 4 * torch.finfo(torch.float32).eps * self.scale
-        return SAFETY * 2 * max(self.repeated, self.batching, rounding)
+        """A lead this large is there in any batch; rounding is never quite zero, whatever the sample shows."""
+        rounding = 8 * torch.finfo(torch.float32).eps * self.scale
+        return SAFETY * max(self.gap, rounding)
 
     @property
     def tau(self) -> float:
-        return self.tau_fp32 + SAFETY * 2 * self.precision
+        """A fast lead this large is one of at least τ(fp32) in float32."""
+        return self.tau_fp32 + FAST_SAFETY * self.precision
 
 
 def check_classifier(
@@ -47,41 +61,67 @@ def check_classifier(
     num_classes: int,
     engine: Engine | None = None,
 ) -> tuple[Engine, Drift]:
-    """Refuse a classifier no certificate can be about; return the engine with τ measured on it.
+    """Refuse a classifier no certificate can be about; return the engine with τ measured on it, in chunks that fit.
 
-    Looks at the given images, clean and under each mask, in batches of different size, order and company.
+    Looks at the given images, clean and masked, in batches of different size, order and company.
     """
     engine = engine or Engine()
     _check_mode(classifier)
-    copies = _sample_copies(classifier, images, masks)
-    logits = _try_forward(classifier, copies[: engine.chunk])
+    runner = Runner(classifier, engine)
+    copies = _masked_copies(classifier, images, masks, len(images))
+    logits = _try_forward(runner, copies[: engine.chunk])
     _check_shape(logits, copies[: engine.chunk], num_classes)
-    drift = measure_drift(classifier, copies, engine=engine)
+    drift = measure_drift(runner, torch.cat([images, copies]))
     _check_drift(drift)
-    return replace(engine, tau=drift.tau if engine.precision != "fp32" else 0.0, tau_fp32=drift.tau_fp32), drift
+    if engine.precision != "fp32":
+        count = FAST_COPIES.get(images.device.type, FAST_COPIES["cpu"])
+        drift = _compare_precisions(runner, _masked_copies(classifier, images, masks, count), drift)
+    tau = drift.tau if engine.precision != "fp32" else 0.0
+    return replace(engine, chunk=runner.chunk, tau=tau, tau_fp32=drift.tau_fp32), drift
 
 
-def measure_drift(classifier: Classifier, copies: Float[Tensor, "j c h w"], *, engine: Engine) -> Drift:
-    """How far logits move when nothing but the batch, its order, or the arithmetic changes.
+def measure_drift(runner: Runner, copies: Float[Tensor, "j c h w"]) -> Drift:
+    """How far float32 logits move when nothing but the batch or its order changes.
 
     Each copy alone is the yardstick. Beside it: whole chunks, as the run will use them, filled with the copies in mixed
-    places; the same chunks again; smaller ones of an odd size, whose last one is ragged; and the fast precision.
+    places; the same chunks again; and smaller ones of an odd size, whose last one is ragged.
     """
-    alone = _in_batches(classifier, copies, size=1)
+    alone = _in_batches(runner, copies, size=1)  # never compiled, even if the run's float32 is
     _check_finite(alone, "")
-    places = torch.arange(max(engine.chunk, len(copies)), device=copies.device) % len(copies)
-    mixed = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(0)).to(places.device)]
-    whole = _in_batches(classifier, copies[mixed], size=engine.chunk)
-    again = _in_batches(classifier, copies[mixed], size=engine.chunk)
-    odd = _in_batches(classifier, copies, size=max(2, min(engine.chunk, len(copies)) // 2 + 1))
-    fast = _in_batches(classifier, copies[mixed], size=engine.chunk, precision=engine.precision)
-    _check_finite(fast, f" in {engine.precision}, which overflows; use bf16 or fp32")
+    mixed = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
+    whole = _in_batches(runner, copies, mixed)
+    again = _in_batches(runner, copies, mixed)
+    odd = _in_batches(runner, copies, size=max(2, min(runner.chunk, len(copies)) // 2 + 1))
     return Drift(
         repeated=_largest(again - whole),
         batching=max(_largest(whole - alone[mixed]), _largest(odd - alone)),
-        precision=_largest(fast - alone[mixed]),
+        gap=max(_gap_change(again, whole), _gap_change(whole, alone[mixed]), _gap_change(odd, alone)),
+        precision=0.0,
         scale=max(_largest(alone), _largest(whole)),
+        copies=0,
     )
+
+
+def _compare_precisions(runner: Runner, copies: Float[Tensor, "j c h w"], drift: Drift) -> Drift:
+    """The fast precision against float32: in whole chunks, the copies in mixed places, and in small ones."""
+    precision = runner.engine.precision
+    places = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
+    fast = _in_batches(runner, copies, places, precision=precision)
+    few = _in_batches(runner, copies, size=max(1, runner.chunk // 5), precision=precision)
+    _check_finite(torch.cat([fast, few]), f" in {precision}, which overflows; use bf16 or fp32")
+    sure = _in_batches(runner, copies)
+    return replace(drift, precision=max(_gap_change(fast, sure[places]), _gap_change(few, sure)), copies=len(copies))
+
+
+def _gap_change(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> float:
+    """How far the lead of each copy's label, by `one`, is off by `other`: what a flip has to overcome."""
+    label, gap = top_two(one)
+    return _largest(gap - label_margin(other, label))
+
+
+def _mixed_places(count: int, copies: int) -> Tensor:
+    """`count` places, each copy in about as many of them as any other, in a fixed random order."""
+    return (torch.arange(count) % copies)[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 
 
 def _check_finite(logits: Tensor, remark: str) -> None:
@@ -132,26 +172,62 @@ def _check_drift(drift: Drift) -> None:
         )
 
 
-def _sample_copies(classifier: Classifier, images: Tensor, masks: MaskSet) -> Tensor:
-    """Each image clean and under one mask, the masks in turn."""
+def _masked_copies(classifier: Classifier, images: Tensor, masks: MaskSet, count: int) -> Tensor:
+    """`count` copies of the images in turn, each under two masks drawn at random; the first ones under one mask."""
     keep = masks.keep(images.device)
-    turn = torch.arange(len(images), device=images.device) % len(masks)
-    return torch.cat([images, occlude(images, keep[turn], fill_colour(classifier, images))])
+    drawn = torch.randint(len(masks), (2, count), generator=torch.Generator().manual_seed(1))
+    drawn[:, : len(images)] = torch.arange(min(len(images), count)) % len(masks)
+    first, second = drawn.to(images.device)
+    turn = torch.arange(count, device=images.device) % len(images)
+    return occlude(images[turn], keep[first] & keep[second], fill_colour(classifier, images))
 
 
-def _try_forward(classifier: Classifier, images: Tensor) -> Tensor:
+def _try_forward(runner: Runner, images: Tensor) -> Tensor:
+    """The engine's own passes; from here on they work, in chunks that fit."""
     try:
-        return forward(classifier, images)
+        return torch.cat(runner.in_chunks(len(images), lambda start, size: runner.logits(images[start : start + size])))
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if out_of_memory(error):
+            raise CheckError(
+                f"not even one image of {tuple(images.shape[1:])} fits into memory: {first_line}"
+            ) from error
+        if runner.engine.compile and _works_eagerly(runner, images):
+            raise CheckError(
+                f"torch.compile cannot compile this classifier ({first_line}); leave out --compile"
+            ) from error
         raise CheckError(
             f"the classifier does not accept images of {tuple(images.shape[1:])} (channels, height, width): "
             f"{first_line}; choose the input size it was built for with --image-size"
         ) from error
 
 
-def _in_batches(classifier: Classifier, images: Tensor, *, size: int, precision: Precision = "fp32") -> Tensor:
-    return torch.cat([forward(classifier, part, precision=precision) for part in images.split(size)])
+def _works_eagerly(runner: Runner, images: Tensor) -> bool:
+    try:
+        forward(runner.classifier, images[:1])
+    except (RuntimeError, AssertionError, ValueError, IndexError, TypeError):
+        return False
+    return True
+
+
+def _in_batches(
+    runner: Runner,
+    images: Tensor,
+    places: Tensor | None = None,
+    *,
+    size: int | None = None,
+    precision: Precision = "fp32",
+) -> Tensor:
+    """Logits of the images in these places, `size` or a whole chunk at a time."""
+    places = torch.arange(len(images), device=images.device) if places is None else places
+
+    def answer(start: int, count: int) -> Tensor:
+        chunk = images[places[start : start + count]]
+        if size is None:
+            return runner.logits(chunk, precision=precision)
+        return torch.cat([forward(runner.classifier, part, precision=precision) for part in chunk.split(size)])
+
+    return torch.cat(runner.in_chunks(len(places), answer))
 
 
 def _largest(values: Tensor) -> float:

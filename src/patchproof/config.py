@@ -40,6 +40,8 @@ class ModelConfig:
     """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
     precision: Precision = "fp32"
     """Arithmetic of the fast passes; labels too close to call are decided again in float32."""
+    compile: Switch = False
+    """Compile the network for the fast passes: some seconds at the start, faster passes after."""
     seed: int = 0
     """For random weights."""
     config: Path | None = None
@@ -62,8 +64,8 @@ class DataConfig:
     """Only so many images, spread evenly over the data set; the result is marked partial."""
     skip_bad: Switch = False
     """Record images that cannot be read and go on, instead of stopping at the first."""
-    workers: int = 2
-    """Threads that decode images."""
+    workers: int | None = None
+    """Threads that decode images; default: one a core, at most 16, shared among the processes of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,26 @@ class PredictConfig(ModelConfig):
 
     json: Switch = False
     """One JSON object a line instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(ModelConfig, DataConfig):
+    """`patchproof bench`."""
+
+    limit: int | None = 64
+    """How many images, spread evenly over the data set."""
+    peer_images: int = 16
+    """How many of them the loop like the published one certifies; 0 leaves it out."""
+    surviving: Switch = False
+    """Shift the last layer so that every image survives to the last pair: nothing is spared, throughput is bare."""
+    reference: Switch = False
+    """Also certify in float32 with every pair, and compare verdicts image by image."""
+    scaling: Switch = False
+    """Also measure how cost grows with masks an axis (2 to 8) and with images."""
+    seconds: float = 1.0
+    """How long each rate of the bare network is measured."""
+    output: Path | None = None
+    """JSON file for everything measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +185,10 @@ class TrainConfig(DataConfig):
     """`cpu`, `cuda`, or `auto`; with `torchrun` or `accelerate launch`, each process takes its own GPU."""
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
+    compile: Switch = False
+    """Compile the network for the search of `greedy` and `grid`: some seconds at the start, a faster search after."""
+    keep_decoded: Switch = False
+    """Decode each image once and keep it in memory: 0.15 MB an image at 224."""
     seed: int = 0
     """Everything random follows from it."""
     track: Literal["none", "tensorboard", "wandb"] = "none"

@@ -12,29 +12,27 @@ from torch import Tensor
 
 from patchproof.attacks import Attack, Attacked, attack_in_turn
 from patchproof.defenses import Assessment, Defense
-from patchproof.masking import Engine, clean_labels
+from patchproof.masking import Runner, clean_labels
 from patchproof.records import AttackRecord, Record, Witness
-from patchproof.types import Classifier
 
 
 def evaluate_batch(
     defense: Defense,
-    classifier: Classifier,
+    runner: Runner,
     images: Float[Tensor, "b c h w"],
     labels: Int64[Tensor, " b"],
     *,
     indices: Sequence[int],
     paths: Sequence[str],
-    engine: Engine,
 ) -> list[Record]:
-    """Undefended, defended and certified, for each image of a batch.
+    """Undefended (by the bare classifier of `runner`), defended and certified, for each image of a batch.
 
     `forwards` counts the masked copies that the answer and the certificate took together; the one unmasked pass of the
     undefended answer is not part of the defence.
     """
-    undefended = clean_labels(classifier, images, engine=engine) == labels
+    undefended = clean_labels(runner, images) == labels
     assessment = defense.assess(images, labels)
-    return _records(assessment.cpu(), undefended.tolist(), indices, paths)
+    return _records(assessment.to("cpu"), undefended.tolist(), indices, paths)
 
 
 def _records(

@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from scipy.stats import beta
 from patchproof.types import CheckError, InputError
 
 SCHEMA = 1
+TAIL_BYTES = 1 << 16
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
 
@@ -125,36 +127,66 @@ class Rate:
         return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
 
 
-def rates(records: Iterable[Record], names: Sequence[str] = ACCURACIES) -> dict[str, Rate]:
-    """Each accuracy, over the records that have that finding."""
-    good = [r for r in records if r.error is None]
-    found = {name: [v for r in good if (v := getattr(r, name)) is not None] for name in names}
-    return {name: Rate(sum(values), len(values)) for name, values in found.items()}
+@dataclass
+class Tally:
+    """Counts over records as they come, so that fifty thousand of them take no more memory than five.
+
+    An accuracy of `names` is counted over the records that have that finding.
+    """
+
+    names: Sequence[str] = ACCURACIES
+    done: int = 0
+    good: int = 0
+    forwards: int = 0
+    right: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+
+    def add(self, records: Iterable[Record]) -> Tally:
+        for record in records:
+            self.done += 1
+            if record.error is None:
+                self.good += 1
+                self.forwards += record.forwards
+                for name in self.names:
+                    finding = getattr(record, name)
+                    self.right[name] += finding is True
+                    self.known[name] += finding is not None
+        return self
+
+    def rates(self) -> dict[str, Rate]:
+        """Each accuracy, over the records that have that finding."""
+        return {name: Rate(self.right[name], self.known[name]) for name in self.names}
+
+    def results(self, *, planned: int, available: int, seconds: float) -> dict[str, Any]:
+        """The content of results.json. Partial: not every image of the data set has been looked at."""
+        bad = self.done - self.good
+        partial = [f"{planned} of {available} images were asked for (--limit)"] if planned < available else []
+        if self.done < planned:
+            partial.append(f"{self.done} of {planned} images are done; continue with --resume")
+        if bad:
+            partial.append(f"{bad} bad images were skipped")
+        return {
+            "schema": SCHEMA,
+            "status": "partial" if partial else "complete",
+            "partial": partial,
+            "images": {"done": self.done, "planned": planned, "available": available, "bad": bad},
+            **{name: rate.as_dict() for name, rate in self.rates().items()},
+            "cost": {
+                "forwards": self.forwards,
+                "forwards_per_image": self.forwards / self.good if self.good else 0.0,
+                "seconds": round(seconds, 3),
+            },
+        }
 
 
-def summarize(
-    records: Sequence[Record], *, planned: int, available: int, seconds: float, names: Sequence[str] = ACCURACIES
-) -> dict[str, Any]:
-    """The content of results.json. Partial: not every image of the data set has been looked at."""
-    good = [r for r in records if r.error is None]
-    forwards = sum(r.forwards for r in good)
-    partial = [f"{planned} of {available} images were asked for (--limit)"] if planned < available else []
-    if len(records) < planned:
-        partial.append(f"{len(records)} of {planned} images are done; continue with --resume")
-    if len(good) < len(records):
-        partial.append(f"{len(records) - len(good)} bad images were skipped")
-    return {
-        "schema": SCHEMA,
-        "status": "partial" if partial else "complete",
-        "partial": partial,
-        "images": {"done": len(records), "planned": planned, "available": available, "bad": len(records) - len(good)},
-        **{name: rate.as_dict() for name, rate in rates(records, names).items()},
-        "cost": {
-            "forwards": forwards,
-            "forwards_per_image": forwards / len(good) if good else 0.0,
-            "seconds": round(seconds, 3),
-        },
-    }
+def rates(records: Iterable[Record]) -> dict[str, Rate]:
+    """The three accuracies of the records that have findings."""
+    return Tally().add(records).rates()
+
+
+def summarize(records: Iterable[Record], *, planned: int, available: int, seconds: float) -> dict[str, Any]:
+    """The content of results.json, from the records themselves."""
+    return Tally().add(records).results(planned=planned, available=available, seconds=seconds)
 
 
 class RunFolder:
@@ -215,29 +247,38 @@ class RunFolder:
             yield
 
     def records(self) -> list[Record]:
-        """The finished records. A last line cut short by a kill is removed from the file first."""
-        if not self.records_path.exists():
-            return []
-        self._drop_unfinished_line()
-        records = []
-        for number, line in enumerate(self._lines(), start=1):
-            try:
-                records.append(parse_record(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise CheckError(
-                    f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
-                    "then continue with --resume"
-                ) from error
-        return records
+        """The finished records."""
+        return list(self.each_record())
 
-    def _lines(self) -> list[str]:
-        return self.records_path.read_text("utf-8", errors="replace").split("\n")[:-1]
+    def each_record(self) -> Iterator[Record]:
+        """The finished records, one at a time. A last line cut short by a kill is removed from the file first."""
+        if not self.records_path.exists():
+            return
+        self._drop_unfinished_line()
+        with self.records_path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = parse_record(line)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise CheckError(
+                        f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
+                        "then continue with --resume"
+                    ) from error
+                yield record
 
     def _drop_unfinished_line(self) -> None:
         with self.records_path.open("r+b") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
+            end = file.seek(0, os.SEEK_END)
+            tail = b""
+            while end and b"\n" not in tail:
+                start = max(0, end - TAIL_BYTES)
+                file.seek(start)
+                tail = file.read(end - start)
+                if b"\n" not in tail:
+                    end = start
+            finished = end - len(tail) + tail.rfind(b"\n") + 1 if tail else 0
+            if finished != file.seek(0, os.SEEK_END):
+                file.truncate(finished)
 
     def append(self, records: Iterable[Record]) -> None:
         """Add records; they are on disk when this returns."""
@@ -254,16 +295,20 @@ class RunFolder:
         write_atomically(self.results_path, dump_json(results))
 
 
-def check_prefix(records: Sequence[Record], indices: Sequence[int], paths: Sequence[str], *, where: Path) -> None:
-    """The records found are the first ones of this run's plan, in its order."""
-    if len(records) > len(indices):
-        raise CheckError(f"{where} holds {len(records)} records, the run has only {len(indices)} images")
-    for number, (record, index, path) in enumerate(zip(records, indices, paths, strict=False), start=1):
-        if (record.index, record.path) != (index, path):
+def checked_prefix(
+    records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
+) -> Iterator[Record]:
+    """The records found, as long as they are the first ones of this run's plan, in its order."""
+    for number, record in enumerate(records):
+        if number == len(indices):
+            raise CheckError(f"{where} holds more than the {len(indices)} records that the run has images for")
+        index = indices[number]
+        if (record.index, record.path) != (index, path(index)):
             raise CheckError(
-                f"{where}: record {number} is about image {record.index} ({record.path}), "
-                f"this run's is {index} ({path}); the folder belongs to another run"
+                f"{where}: record {number + 1} is about image {record.index} ({record.path}), "
+                f"this run's is {index} ({path(index)}); the folder belongs to another run"
             )
+        yield record
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import PatchThreat, Rect
-from patchproof.masking import Engine, clean_labels
+from patchproof.masking import Engine, Runner, clean_labels
 from patchproof.types import CheckError, Classifier, InputError
 
 
@@ -31,8 +32,12 @@ class Undefended:
     classifier: Classifier
     engine: Engine = field(default_factory=Engine)
 
+    @cached_property
+    def runner(self) -> Runner:
+        return Runner(self.classifier, self.engine)
+
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        return clean_labels(self.classifier, images, engine=self.engine)
+        return clean_labels(self.runner, images)
 
 
 @dataclass(frozen=True)

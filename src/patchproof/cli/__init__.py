@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.markup import escape
 
 from patchproof import __version__
 from patchproof.cli.attack import attack
+from patchproof.cli.bench import bench
 from patchproof.cli.certify import certify
 from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
@@ -23,6 +26,7 @@ from patchproof.cli.predict import predict
 from patchproof.cli.train import train
 from patchproof.config import (
     AttackConfig,
+    BenchConfig,
     CertifyConfig,
     DemoConfig,
     PredictConfig,
@@ -39,6 +43,7 @@ CONFIGS: dict[str, type[Any]] = {
     "attack": AttackConfig,
     "demo": DemoConfig,
     "train": TrainConfig,
+    "bench": BenchConfig,
 }
 
 
@@ -49,7 +54,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, attack, predict, ls, doctor):
+    for command in (demo, train, certify, attack, predict, bench, ls, doctor):
         app.command(command)
     return app
 
@@ -63,7 +68,9 @@ def run(tokens: Sequence[str]) -> int:
     except PatchproofError as error:
         return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
-        return _complain("interrupted; what was finished is on disk, continue with --resume", code=1)
+        if os.environ.get("RANK", "0") != "0":
+            return 1  # one of several processes: the main one speaks
+        return _complain("stopped; what was finished is on disk, continue with --resume", code=1)
     except torch.OutOfMemoryError:
         return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
     except BrokenPipeError:
@@ -100,6 +107,7 @@ def _complain(message: str, *, code: int) -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends a run as Ctrl-C does
     sys.exit(run(sys.argv[1:]))
 
 

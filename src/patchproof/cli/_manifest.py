@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchproof import __version__
-from patchproof.checks import SAFETY, Drift
+from patchproof.checks import FAST_SAFETY, SAFETY, Drift
 from patchproof.cli._setup import Setup
 from patchproof.config import CertifyConfig, TrainConfig, resolved
 from patchproof.data import ImageSource
@@ -29,7 +29,13 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
 
 
 def manifest(
-    config: CertifyConfig, setup: Setup, source: ImageSource, indices: Sequence[int], drift: Drift
+    config: CertifyConfig,
+    setup: Setup,
+    source: ImageSource,
+    indices: Sequence[int],
+    drift: Drift,
+    *,
+    processes: int = 1,
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -48,10 +54,18 @@ def manifest(
             "image_size": list(setup.masks.image_size),
             "rects": [[r.top, r.left, r.height, r.width] for r in setup.masks.rects],
         },
-        "tau": {"fast": setup.engine.tau, "fp32": setup.engine.tau_fp32, "safety": SAFETY, "drift": asdict(drift)},
+        "tau": {
+            "fast": setup.engine.tau,
+            "fp32": setup.engine.tau_fp32,
+            "safety": SAFETY,
+            "fast_safety": FAST_SAFETY,
+            "drift": asdict(drift),
+        },
         "batch_size": setup.engine.chunk,
         "device": device_name(setup.device),
         "precision": setup.engine.precision,
+        "compile": setup.engine.compile,
+        "processes": processes,
         "versions": versions(),
         "commit": source_commit(),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,23 @@ from patchproof.config import DataConfig, ModelConfig, TrainConfig, parse_batch_
 from patchproof.data import ImageSource, default_preprocessing, iterate_batches, open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
-from patchproof.masking import Engine, as_images
+from patchproof.masking import BLOCK, Engine, as_images
 from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
 from patchproof.types import CheckError, InputError, Preprocessing, Size
 
 CHECKED_IMAGES = 8
-"""How many images τ is measured on; each is seen clean and masked."""
+"""How many images a classifier is checked on; each is seen clean and masked."""
+
+CALIBRATION_IMAGES = 32
+"""How many the τ of a fast precision is measured on."""
 
 
-def choose_device(name: str) -> torch.device:
-    """The device asked for, if this machine has it."""
+def choose_device(name: str, *, local_rank: int | None = None) -> torch.device:
+    """The device asked for, if this machine has it; with several processes, each its own GPU."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank is not None and torch.cuda.is_available():
+        name = f"cuda:{local_rank % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -46,8 +53,14 @@ def choose_chunk(asked: str, image_size: Size, device: torch.device) -> int:
     exact = parse_batch_size(asked)
     if exact is not None:
         return exact
-    budget, most = (2_500_000, 512) if device.type == "cpu" else (40_000_000, 2048)
+    budget, most = (2_500_000, 512) if device.type == "cpu" else (80_000_000, 2048)
     return max(1, min(most, budget // (3 * image_size[0] * image_size[1])))
+
+
+def images_at_once(chunk: int, device: torch.device) -> int:
+    """Images of which the copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
+    enough that records come often."""
+    return max(1, chunk // (2 if device.type == "cuda" else BLOCK))
 
 
 def open_classifier(
@@ -71,13 +84,17 @@ def open_classifier(
     )
 
 
-def require_workers(config: DataConfig) -> None:
+def choose_workers(config: DataConfig) -> int:
+    """Threads that decode images."""
+    if config.workers is None:
+        return max(1, min(16, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if config.workers < 1:
         raise InputError(f"--workers must be at least 1, not {config.workers}")
+    return config.workers
 
 
 def open_source(config: DataConfig) -> ImageSource:
-    require_workers(config)
+    choose_workers(config)
     return open_dataset(config.dataset, data_dir=config.data_dir, split=config.split, download=config.download)
 
 
@@ -117,18 +134,21 @@ class Setup:
     device: torch.device
     exhaustive: bool = False
 
-    @property
+    @cached_property
     def defense(self) -> PatchCleanser:
         return PatchCleanser(self.classifier, self.masks, self.threat, engine=self.engine, exhaustive=self.exhaustive)
 
-    def as_stored(self, manifest: Mapping[str, Any], *, keep_chunk: bool) -> Setup:
-        """With τ, and unless it was asked for otherwise the batch size, of the run's first session."""
-        try:
-            tau, tau_fp32 = float(manifest["tau"]["fast"]), float(manifest["tau"]["fp32"])
-            chunk = self.engine.chunk if keep_chunk else int(manifest["batch_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckError(f"manifest.json lacks τ or the batch size ({error}); the run folder is damaged") from error
-        return replace(self, engine=replace(self.engine, chunk=chunk, tau=tau, tau_fp32=tau_fp32))
+    def with_engine(self, **changes: Any) -> Setup:
+        return replace(self, engine=replace(self.engine, **changes))
+
+
+def stored_engine(manifest: Mapping[str, Any], *, chunk: int | None) -> dict[str, Any]:
+    """τ, and unless it was asked for otherwise the batch size, of the run's first session."""
+    try:
+        tau, tau_fp32 = float(manifest["tau"]["fast"]), float(manifest["tau"]["fp32"])
+        return {"tau": tau, "tau_fp32": tau_fp32, "chunk": chunk or int(manifest["batch_size"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckError(f"manifest.json lacks τ or the batch size ({error}); the run folder is damaged") from error
 
 
 def prepare(
@@ -138,13 +158,16 @@ def prepare(
     low_resolution: bool,
     native_sizes: set[Size],
     exhaustive: bool = False,
+    local_rank: int | None = None,
 ) -> Setup:
-    device = choose_device(config.device)
+    device = choose_device(config.device, local_rank=local_rank)
     preprocessing = choose_preprocessing(classifier, low_resolution=low_resolution)
     threat = choose_threat(config, preprocessing, classifier.input_size, native_sizes)
-    engine = Engine(choose_chunk(config.batch_size, classifier.input_size, device), config.precision)
+    chunk = choose_chunk(config.batch_size, classifier.input_size, device)
+    engine = Engine(chunk, config.precision, compile=config.compile)
     masks = covering_masks(threat, per_axis=config.masks)
-    return Setup(classifier.to(device), preprocessing, threat, masks, engine, device, exhaustive)
+    classifier = classifier.to(device).to(memory_format=torch.channels_last)
+    return Setup(classifier, preprocessing, threat, masks, engine, device, exhaustive)
 
 
 def checked(setup: Setup, pixels: torch.Tensor) -> tuple[Setup, Drift]:
@@ -159,9 +182,16 @@ def checked(setup: Setup, pixels: torch.Tensor) -> tuple[Setup, Drift]:
     return replace(setup, engine=engine), drift
 
 
-def sample_pixels(source: ImageSource, preprocessing: Preprocessing, indices: Sequence[int]) -> torch.Tensor:
-    """A few readable images of the run, to check the classifier on."""
-    for batch in iterate_batches(source, preprocessing, indices, batch_size=CHECKED_IMAGES, skip_bad=True):
-        if len(batch.images):
-            return batch.images
+def checked_images(engine: Engine) -> int:
+    return CHECKED_IMAGES if engine.precision == "fp32" else CALIBRATION_IMAGES
+
+
+def sample_pixels(source: ImageSource, setup: Setup, indices: Sequence[int]) -> torch.Tensor:
+    """A few readable images, from all over the run, to check the classifier on."""
+    wanted = checked_images(setup.engine)
+    spread = [indices[i * len(indices) // wanted] for i in range(min(wanted, len(indices)))]
+    for candidates in (spread, indices):
+        for batch in iterate_batches(source, setup.preprocessing, candidates, batch_size=wanted, skip_bad=True):
+            if len(batch.images):
+                return batch.images
     raise InputError(f"none of the {len(indices)} images of {source.name} can be read")

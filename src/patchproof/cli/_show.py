@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from patchproof.records import ACCURACIES, Rate, Record, rates
+from patchproof.records import ACCURACIES, Rate, Tally
 
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
@@ -46,42 +46,24 @@ def _bar(console: Console, *, shown: bool) -> Progress:
 class RunProgress:
     """A bar with time left and the accuracies so far; without a terminal, a line now and then."""
 
-    def __init__(
-        self, console: Console, *, total: int, records: Sequence[Record], names: Sequence[str], verb: str
-    ) -> None:
-        self.console, self.total, self.names = console, total, names
-        self.rates = rates(records, names)
-        self.done = len(records)
+    def __init__(self, console: Console, *, total: int, tally: Tally, verb: str = "certify") -> None:
+        self.console, self.total, self.tally = console, total, tally
         self.last_line = time.monotonic()
         self.bar = _bar(console, shown=True)
-        self.task = self.bar.add_task(verb, total=total, completed=self.done, words="")
+        self.task = self.bar.add_task(verb, total=total, completed=tally.done, words="")
 
-    def add(self, records: Sequence[Record]) -> None:
-        for name, rate in rates(records, self.names).items():
-            self.rates[name] = Rate(self.rates[name].k + rate.k, self.rates[name].n + rate.n)
-        self.done += len(records)
-        self.bar.update(self.task, completed=self.done, words=self._text())
-        self._line_if_due()
-
-    def _text(self) -> str:
-        return " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.rates.items() if rate.n)
-
-    def _line_if_due(self) -> None:
+    def update(self) -> None:
+        """Show what has been counted by now."""
+        words = " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.tally.rates().items() if rate.n)
+        self.bar.update(self.task, completed=self.tally.done, words=words)
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
-            self.console.print(f"{self.done}/{self.total}  {self._text()}")
+            self.console.print(f"{self.tally.done}/{self.total}  {words}")
             self.last_line = time.monotonic()
 
 
 @contextmanager
-def run_progress(
-    console: Console,
-    *,
-    total: int,
-    records: Sequence[Record],
-    names: Sequence[str] = ACCURACIES,
-    verb: str = "certify",
-) -> Iterator[RunProgress]:
-    progress = RunProgress(console, total=total, records=records, names=names, verb=verb)
+def run_progress(console: Console, *, total: int, tally: Tally, verb: str = "certify") -> Iterator[RunProgress]:
+    progress = RunProgress(console, total=total, tally=tally, verb=verb)
     with progress.bar:
         yield progress
 

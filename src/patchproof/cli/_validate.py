@@ -60,7 +60,7 @@ class Validation:
         counts = {"undefended": 0, "certified": 0}
         for pixels, labels in self._batches():
             images = as_images(pixels, self.device)
-            right = clean_labels(classifier, images, engine=self.engine) == labels
+            right = clean_labels(defense.runner, images) == labels
             counts["undefended"] += int(right.sum())
             counts["certified"] += int(defense.certify(images, labels).certified.sum())
         return {name: Rate(count, len(self.labels)) for name, count in counts.items()}

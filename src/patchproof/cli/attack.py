@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +15,14 @@ from rich.markup import escape
 from patchproof.attacks import Attack, AttackPlan, defended_attacks, undefended_attacks
 from patchproof.cli._breaks import save_break
 from patchproof.cli._manifest import manifest
-from patchproof.cli._setup import Setup, checked, sample_pixels
+from patchproof.cli._setup import Setup, checked, choose_workers, sample_pixels, stored_engine
 from patchproof.cli._show import results_table, run_progress
-from patchproof.cli.certify import Run, default_name, previous_seconds
-from patchproof.config import AttackConfig
+from patchproof.cli.certify import Run, default_name
+from patchproof.config import AttackConfig, parse_batch_size
 from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
 from patchproof.masking import as_images
-from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Record, RunFolder, check_prefix, summarize
+from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Record, RunFolder, Tally, checked_prefix
 
 IMAGES_AT_ONCE = 16
 
@@ -50,6 +50,31 @@ def attack(*, config: Annotated[AttackConfig, Parameter(name="*")] = AttackConfi
     return 1 if results["broken"] else 0
 
 
+@dataclass
+class AttackTally(Tally):
+    """Counts of an attack: besides the accuracies, what it took and which certified images broke."""
+
+    names: Sequence[str] = ATTACK_ACCURACIES
+    passes: int = 0
+    queries: int = 0
+    broken: list[int] = field(default_factory=list)
+
+    def add(self, records: Iterable[Record]) -> AttackTally:
+        for record in records:
+            super().add([record])
+            if isinstance(record, AttackRecord):
+                self.passes += record.passes
+                self.queries += record.queries
+                self.broken += [record.index] if record.broken else []
+        return self
+
+    def results(self, *, planned: int, available: int, seconds: float) -> dict[str, Any]:
+        results = super().results(planned=planned, available=available, seconds=seconds)
+        per_image = self.passes / self.good if self.good else 0.0
+        results["cost"] |= {"passes": self.passes, "passes_per_image": per_image, "queries": self.queries}
+        return results | {"broken": self.broken}
+
+
 @dataclass(frozen=True)
 class AttackRun:
     """One attack: a certification (`whole`) of the same images, and patches on them."""
@@ -71,38 +96,25 @@ class AttackRun:
         """Do what is not done yet; the results cover all of it."""
         started = time.monotonic()
         whole, source = self.whole, self.whole.source
-        setup, drift = checked(whole.setup, sample_pixels(source, whole.setup.preprocessing, whole.indices))
+        setup, drift = checked(whole.setup, sample_pixels(source, whole.setup, whole.indices))
         current = manifest(self.config, setup, source, whole.indices, drift) | {"command": "attack"}
         current["identity"] |= {"attack": {name: getattr(self.config, name) for name in SETTINGS}}
         with self.folder.open(current, resume=self.config.resume) as stored:
-            setup = setup.as_stored(stored, keep_chunk=self.config.batch_size != "auto")
-            records = self.folder.records()
-            check_prefix(records, whole.indices, [source.path(i) for i in whole.indices], where=self.folder.path)
-            earlier = previous_seconds(self.folder)
+            explicit = parse_batch_size(self.config.batch_size) is not None
+            setup = setup.with_engine(**stored_engine(stored, chunk=current["batch_size"] if explicit else None))
+            found = checked_prefix(self.folder.each_record(), whole.indices, source.path, where=self.folder.path)
+            tally, earlier = AttackTally().add(found), earlier_seconds(self.folder)
             try:
-                with run_progress(
-                    console, total=len(whole.indices), records=records, names=ATTACK_ACCURACIES, verb="attack"
-                ) as progress:
-                    for fresh in self._records_from(setup, len(records)):
+                with run_progress(console, total=len(whole.indices), tally=tally, verb="attack") as progress:
+                    for fresh in self._records_from(setup, tally.done):
                         self.folder.append(fresh)
-                        records.extend(fresh)
-                        progress.add(fresh)
+                        tally.add(fresh)
+                        progress.update()
             finally:
-                results = self._results(records, seconds=earlier + time.monotonic() - started)
+                seconds = earlier + time.monotonic() - started
+                results = tally.results(planned=len(whole.indices), available=len(source), seconds=seconds)
                 self.folder.write_results(results)
         return results
-
-    def _results(self, records: Sequence[Record], *, seconds: float) -> dict[str, Any]:
-        planned, available = len(self.whole.indices), len(self.whole.source)
-        results = summarize(records, planned=planned, available=available, seconds=seconds, names=ATTACK_ACCURACIES)
-        attacked = [r for r in records if isinstance(r, AttackRecord) and r.error is None]
-        passes, queries = sum(r.passes for r in attacked), sum(r.queries for r in attacked)
-        results["cost"] |= {
-            "passes": passes,
-            "passes_per_image": passes / len(attacked) if attacked else 0.0,
-            "queries": queries,
-        }
-        return results | {"broken": [r.index for r in attacked if r.broken]}
 
     def _records_from(self, setup: Setup, done: int) -> Iterator[list[AttackRecord]]:
         """Records from position `done` on, in batches that always begin at the same positions, as in `certify`."""
@@ -112,7 +124,7 @@ class AttackRun:
             setup.preprocessing,
             self.whole.indices[position:],
             batch_size=IMAGES_AT_ONCE,
-            workers=self.config.workers,
+            workers=choose_workers(self.config),
             skip_bad=self.config.skip_bad,
         )
         for batch in batches:
@@ -129,12 +141,11 @@ class AttackRun:
         images, labels = as_images(batch.images, setup.device), classes[batch.labels].to(setup.device)
         certified = evaluate_batch(
             setup.defense,
-            setup.classifier,
+            setup.defense.runner,
             images,
             labels,
             indices=batch.indices,
             paths=[source.path(i) for i in batch.indices],
-            engine=setup.engine,
         )
         undefended, defended = self._attacks(setup)
         good, breaks = attack_batch(
@@ -156,3 +167,11 @@ class AttackRun:
         alone = undefended_attacks(classifier, threat, plan=self.plan, engine=engine)
         behind = defended_attacks(classifier, setup.defense, threat, setup.masks, plan=self.plan, engine=engine)
         return alone if self.config.target != "defended" else [], behind if self.config.target != "undefended" else []
+
+
+def earlier_seconds(folder: RunFolder) -> float:
+    """Time that earlier sessions of this run took, as far as they could write it down."""
+    try:
+        return float((folder.results() or {})["cost"]["seconds"])
+    except (KeyError, TypeError, ValueError):
+        return 0.0

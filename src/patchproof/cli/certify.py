@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,34 +17,63 @@ from rich.console import Console
 from rich.markup import escape
 
 from patchproof.cli._manifest import manifest
-from patchproof.cli._setup import Setup, checked, open_classifier, open_source, prepare, sample_pixels
+from patchproof.cli._setup import (
+    Setup,
+    checked,
+    choose_workers,
+    images_at_once,
+    open_classifier,
+    open_source,
+    prepare,
+    sample_pixels,
+    stored_engine,
+)
 from patchproof.cli._show import results_table, run_progress
-from patchproof.config import CertifyConfig
-from patchproof.data import Batch, ImageSource, iterate_batches, spread_indices
-from patchproof.defenses.patchcleanser import FIRST_BLOCK
+from patchproof.config import CertifyConfig, parse_batch_size
+from patchproof.data import Batch, ImageSource, load_groups, spread_indices
 from patchproof.evaluation import evaluate_batch
-from patchproof.masking import as_images
+from patchproof.masking import Audit, images_ahead
 from patchproof.models import match_labels
-from patchproof.records import Record, RunFolder, check_prefix, summarize
+from patchproof.records import Record, RunFolder, Tally, checked_prefix
+from patchproof.team import Team, join_team
+from patchproof.types import CheckError, PatchproofError
+
+SECONDS_FOR_MAIN = 3.0
+"""What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
 
 
 def certify(*, config: Annotated[CertifyConfig, Parameter(name="*")] = CertifyConfig()) -> int:
     """Count the images that provably keep their label under any patch, and write one record for each."""
-    stdout, stderr = Console(), Console(stderr=True)
-    run = Run.begin(config)
-    results = run.execute(stderr)
+    team = join_team()
+    try:
+        with team.at_work():
+            run = Run.begin(config, team)
+            results = run.execute(Console(stderr=True))
+    except PatchproofError:
+        if not team.is_main:
+            time.sleep(SECONDS_FOR_MAIN)
+        raise
+    if team.is_main:
+        show(run, results)
+    return 0
+
+
+def show(run: Run, results: dict[str, Any]) -> None:
+    stdout = Console()
     stdout.print(results_table(results, title=run.title))
     for reason in results["partial"]:
         stdout.print(f"[yellow]partial:[/] {escape(reason)}")
-    cost = results["cost"]
-    stdout.print(f"{cost['forwards_per_image']:.1f} masked passes an image, {cost['seconds']:.0f} s")
+    cost, redone = results["cost"], results["audit"]["redone"]
+    again = f", {redone / max(1, cost['forwards']):.1%} of them to decide again in float32" if redone else ""
+    stdout.print(f"{cost['forwards_per_image']:.1f} masked passes an image{again}, {cost['seconds']:.0f} s")
+    if cost["batch_size"] and cost["batch_size"] < run.setup.engine.chunk:
+        stdout.print(f"memory ran out; went on with {cost['batch_size']} masked copies at once (--batch-size)")
     stdout.print(f"records, manifest and results: {escape(str(run.folder.path))}", soft_wrap=True)
-    return 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One certification: what is certified, on which images, into which folder."""
+    """One certification: what is certified, on which images, into which folder, by how many processes."""
 
     config: CertifyConfig
     source: ImageSource
@@ -50,9 +81,11 @@ class Run:
     indices: Sequence[int]
     classes: torch.Tensor
     folder: RunFolder
+    team: Team = field(default_factory=Team)
 
     @classmethod
-    def begin(cls, config: CertifyConfig) -> Run:
+    def begin(cls, config: CertifyConfig, team: Team | None = None) -> Run:
+        team = team or Team()
         source = open_source(config)
         classifier = open_classifier(config, num_classes=len(source.class_names), class_names=source.class_names)
         classes = torch.tensor(match_labels(source.class_names, classifier))
@@ -63,9 +96,10 @@ class Run:
             low_resolution=source.low_resolution,
             native_sizes=native,
             exhaustive=config.exhaustive,
+            local_rank=team.local_rank if team.size > 1 else None,
         )
         folder = RunFolder(config.output or Path("runs") / default_name(config, source, classifier.architecture))
-        return cls(config, source, setup, spread_indices(source, config.limit), classes, folder)
+        return cls(config, source, setup, spread_indices(source, config.limit), classes, folder, team)
 
     @property
     def title(self) -> str:
@@ -78,68 +112,166 @@ class Run:
         )
 
     def execute(self, console: Console) -> dict[str, Any]:
-        """Do what is not done yet; the results cover all of it."""
+        """Do what is not done yet; the results cover all of it, and are empty on processes that do not write."""
         started = time.monotonic()
-        setup, drift = checked(self.setup, sample_pixels(self.source, self.setup.preprocessing, self.indices))
-        current = manifest(self.config, setup, self.source, self.indices, drift)
+        setup, drift = checked(self.setup, sample_pixels(self.source, self.setup, self.indices))
+        current = manifest(self.config, setup, self.source, self.indices, drift, processes=self.team.size)
+        if not self.team.is_main:
+            self._help(setup, current)
+            return {}
+        agree(self.team, current)
         with self.folder.open(current, resume=self.config.resume) as stored:
-            setup = setup.as_stored(stored, keep_chunk=self.config.batch_size != "auto")
-            records = self.folder.records()
-            check_prefix(records, self.indices, [self.source.path(i) for i in self.indices], where=self.folder.path)
-            earlier = previous_seconds(self.folder)
+            explicit = parse_batch_size(self.config.batch_size) is not None
+            engine = stored_engine(stored, chunk=current["batch_size"] if explicit else None)
+            found = checked_prefix(self.folder.each_record(), self.indices, self.source.path, where=self.folder.path)
+            tally = Tally().add(found)
+            cost = Cost.so_far(self.folder)
+            earlier = cost.seconds
+            self.team.tell("go", {"engine": engine, "done": tally.done})
+            pieces = Pieces(self, setup.with_engine(**engine), tally.done)
             try:
-                with run_progress(console, total=len(self.indices), records=records) as progress:
-                    for fresh in self._records_from(setup, len(records)):
+                with run_progress(console, total=len(self.indices), tally=tally) as progress:
+                    for fresh in pieces.records(cost):
                         self.folder.append(fresh)
-                        records.extend(fresh)
-                        progress.add(fresh)
+                        tally.add(fresh)
+                        progress.update()
             finally:
-                seconds = earlier + time.monotonic() - started
-                results = summarize(records, planned=len(self.indices), available=len(self.source), seconds=seconds)
+                cost.seconds = earlier + time.monotonic() - started
+                results = self._results(tally, cost)
                 self.folder.write_results(results)
         return results
 
-    def _records_from(self, setup: Setup, done: int) -> Iterator[list[Record]]:
-        """Records from position `done` on. Batches always begin at the same positions, so that an image has the same
-        company, and the same last digits, in an interrupted run as in an undisturbed one."""
-        step = max(1, setup.engine.chunk // FIRST_BLOCK)
-        position = done - done % step
-        batches = iterate_batches(
-            self.source,
-            setup.preprocessing,
-            self.indices[position:],
-            batch_size=step,
-            workers=self.config.workers,
-            skip_bad=self.config.skip_bad,
-        )
-        for batch in batches:
-            records = self._evaluate(setup, batch)
-            yield records[max(0, done - position) :]
-            position += len(records)
+    def _results(self, tally: Tally, cost: Cost) -> dict[str, Any]:
+        results = tally.results(planned=len(self.indices), available=len(self.source), seconds=cost.seconds)
+        results["cost"]["batch_size"] = cost.batch_size
+        results["cost"]["processes"] = self.team.size
+        return results | {"audit": {"redone": cost.redone, "largest_change": cost.largest_change}}
 
-    def _evaluate(self, setup: Setup, batch: Batch) -> list[Record]:
-        bad = [
-            Record(b.index, b.path, int(self.classes[self.source.labels[b.index]]), error=b.reason) for b in batch.bad
-        ]
+    def _help(self, setup: Setup, current: dict[str, Any]) -> None:
+        """On every process but the main one: say what this one sees, then work on whatever is to be done."""
+        self.team.tell(f"manifest/{self.team.rank}", {key: current[key] for key in ("identity", "tau", "batch_size")})
+        go = self.team.told("go")
+        for _ in Pieces(self, setup.with_engine(**go["engine"]), go["done"]).work():
+            pass
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The images still to be done, in groups that always begin at the same positions, so that an image has the same
+    company, and the same last digits, in any session and on any number of processes."""
+
+    run: Run
+    setup: Setup
+    done: int
+
+    @property
+    def size(self) -> int:
+        return images_at_once(self.setup.engine.chunk, self.setup.device)
+
+    @property
+    def todo(self) -> range:
+        return range(self.done // self.size, -(-len(self.run.indices) // self.size))
+
+    def records(self, cost: Cost) -> Iterator[list[Record]]:
+        """On the main process: the records that are missing, in order, whoever finds them."""
+        todo = self.todo
+        skip, gathered = self.done % self.size, 0
+
+        def fresh(*, wait: bool) -> Iterator[list[Record]]:
+            nonlocal skip, gathered
+            for text in self.run.team.gathered(todo[gathered:], wait=wait):
+                answer = json.loads(text)
+                cost.add(answer)
+                gathered += 1
+                yield [Record.parse(line) for line in answer["records"][skip:]]
+                skip = 0
+
+        for _ in self.work():
+            yield from fresh(wait=False)
+        yield from fresh(wait=True)
+
+    def work(self) -> Iterator[int]:
+        """Claim pieces, evaluate them and hand in their records, until none is left; yields the number of each."""
+        claimed: deque[int] = deque()
+
+        def groups() -> Iterator[Sequence[int]]:
+            for piece in self.run.team.claims(self.todo):
+                claimed.append(piece)
+                yield self.run.indices[piece * self.size : (piece + 1) * self.size]
+
+        batches = load_groups(
+            self.run.source,
+            self.setup.preprocessing,
+            groups(),
+            workers=choose_workers(self.run.config),
+            skip_bad=self.run.config.skip_bad,
+            ahead=1,
+        )
+        for batch, images in images_ahead(((batch, batch.images) for batch in batches), self.setup.device):
+            piece = claimed.popleft()
+            self.run.team.deliver(piece, self._answer(batch, images))
+            yield piece
+
+    def _answer(self, batch: Batch, images: torch.Tensor) -> str:
+        runner = self.setup.defense.runner
+        runner.audit = Audit()
+        records = [record.line() for record in self._evaluate(batch, images)]
+        return json.dumps({"records": records, "audit": asdict(runner.audit), "batch_size": runner.chunk})
+
+    def _evaluate(self, batch: Batch, images: torch.Tensor) -> list[Record]:
+        source, classes = self.run.source, self.run.classes
+        bad = [Record(b.index, b.path, int(classes[source.labels[b.index]]), error=b.reason) for b in batch.bad]
         if not batch.indices:
             return bad
         good = evaluate_batch(
-            setup.defense,
-            setup.classifier,
-            as_images(batch.images, setup.device),
-            self.classes[batch.labels].to(setup.device),
+            self.setup.defense,
+            self.setup.defense.runner,
+            images,
+            classes[batch.labels].to(self.setup.device),
             indices=batch.indices,
-            paths=[self.source.path(i) for i in batch.indices],
-            engine=setup.engine,
+            paths=[source.path(i) for i in batch.indices],
         )
         return sorted([*good, *bad], key=lambda record: record.index)
 
 
-def previous_seconds(folder: RunFolder) -> float:
-    """Time that earlier sessions of this run took, as far as they could write it down."""
-    cost = (folder.results() or {}).get("cost")
-    seconds = cost.get("seconds") if isinstance(cost, dict) else None
-    return float(seconds) if isinstance(seconds, (int, float)) else 0.0
+@dataclass
+class Cost:
+    """What a run took besides passes, over all its sessions and processes."""
+
+    seconds: float = 0.0
+    redone: int = 0
+    largest_change: float = 0.0
+    batch_size: int | None = None
+
+    @classmethod
+    def so_far(cls, folder: RunFolder) -> Cost:
+        """Of earlier sessions of this run, as far as they could write it down."""
+        results = folder.results() or {}
+        try:
+            cost, audit = results["cost"], results["audit"]
+            return cls(float(cost["seconds"]), int(audit["redone"]), float(audit["largest_change"]))
+        except (KeyError, TypeError, ValueError):
+            return cls()
+
+    def add(self, answer: dict[str, Any]) -> None:
+        self.redone += answer["audit"]["redone"]
+        self.largest_change = max(self.largest_change, answer["audit"]["largest_change"])
+        self.batch_size = min(self.batch_size or answer["batch_size"], answer["batch_size"])
+
+
+def agree(team: Team, current: dict[str, Any]) -> None:
+    """Every process sees the same weights, images and settings; the largest τ and the smallest chunk hold for all."""
+    for rank in range(1, team.size):
+        theirs = team.told(f"manifest/{rank}")
+        different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
+        if different:
+            raise CheckError(
+                f"process {rank} of {team.size} sees another {different[0]}: {theirs['identity'].get(different[0])} "
+                f"instead of {current['identity'][different[0]]}; give every machine the same files"
+            )
+        for kind in ("fast", "fp32"):
+            current["tau"][kind] = max(current["tau"][kind], theirs["tau"][kind])
+        current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
 
 
 def default_name(config: CertifyConfig, source: ImageSource, architecture: str) -> str:

@@ -17,7 +17,7 @@ from patchproof.cli._setup import choose_device
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import Engine
+from patchproof.masking import Engine, Runner
 from patchproof.models import load_classifier
 
 EXTRAS = {
@@ -102,7 +102,7 @@ def _check_certification(device: torch.device) -> str:
 def _check_arithmetic(device: torch.device) -> str:
     classifier = load_classifier("small", "random", num_classes=10).to(device)
     images = torch.rand(32, 3, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
-    drift = measure_drift(classifier, images, engine=Engine(chunk=16))
+    drift = measure_drift(Runner(classifier, Engine(chunk=16)), images)
     return (
         f"logits of {drift.scale:.2g} move by {drift.batching:.1e} with the batch, {drift.repeated:.1e} when repeated"
     )

@@ -6,25 +6,38 @@ import contextlib
 import json
 import math
 import os
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
-from patchproof.cli._setup import CHECKED_IMAGES, Setup, checked, open_classifier, prepare
+from patchproof.cli._setup import (
+    Setup,
+    checked,
+    checked_images,
+    choose_device,
+    images_at_once,
+    open_classifier,
+    prepare,
+)
 from patchproof.config import PredictConfig, parse_patches
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
-from patchproof.masking import Engine, as_images
+from patchproof.defenses import Assessment
+from patchproof.masking import BLOCK, as_images
 from patchproof.models import ImageClassifier
-from patchproof.types import InputError, PatchproofError
+from patchproof.types import InputError, PatchproofError, Size
 
+DECODERS = 2
 SMALL = 64
 """An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
 
@@ -52,10 +65,21 @@ def predict(images: list[Path], /, *, config: Annotated[PredictConfig, Parameter
     files = [file for path in images for file in image_files(path)]
     status = Console(stderr=True)
     classifier = open_classifier(config, num_classes=None, class_names=None)
-    engine = measure(config, classifier, files)
-    shown = track(files, "predict", console=status, disable=not status.is_terminal, transient=True)
-    answers = [found for found in (answer(config, classifier, engine, file, status) for file in shown) if found]
-    show(answers, config, classifier)
+    views = Views(config, classifier)
+    views.measure(files)
+    answers: list[Answer] = []
+    with Progress(console=status, disable=not status.is_terminal, transient=True) as bar:
+        task = bar.add_task("predict", total=len(files))
+        for found in answered(views, files):
+            good = [answer for answer in found if isinstance(answer, Answer)]
+            for complaint in (answer for answer in found if isinstance(answer, str)):
+                status.print(complaint, soft_wrap=True)
+            if config.json:
+                write_lines(good)
+            answers += good
+            bar.advance(task, len(found))
+    if not config.json:
+        show(answers, config, classifier)
     return 0 if len(answers) == len(files) else 1
 
 
@@ -73,47 +97,90 @@ def image_files(path: Path) -> Iterator[Path]:
     yield from files
 
 
-def read(config: PredictConfig, classifier: ImageClassifier, file: Path) -> tuple[Setup, torch.Tensor]:
-    """The image at the network input, and the setup for an image of its size: its company plays no part."""
-    picture = decode(file)
-    size = picture.height, picture.width
-    setup = prepare(config, classifier, low_resolution=max(size) < SMALL, native_sizes={size})
-    return setup, preprocess(picture, setup.preprocessing)
+class Views:
+    """How an image of each size is looked at: it decides preprocessing, threat and masks, its company does not."""
+
+    def __init__(self, config: PredictConfig, classifier: ImageClassifier) -> None:
+        self.config, self.classifier = config, classifier
+        self.engine: dict[str, Any] = {}
+        self.known: dict[tuple[bool, Size | None], Setup] = {}
+        self.lock = threading.Lock()
+
+    def of(self, size: Size) -> Setup:
+        kind = max(size) < SMALL, size if self.config.threat_space == "native" else None
+        with self.lock:
+            if kind not in self.known:
+                setup = prepare(self.config, self.classifier, low_resolution=kind[0], native_sizes={size})
+                self.known[kind] = setup.with_engine(**self.engine)
+            return self.known[kind]
+
+    def read(self, file: Path) -> tuple[Setup, torch.Tensor]:
+        """The image at the network input, and how to look at it."""
+        picture = decode(file)
+        setup = self.of((picture.height, picture.width))
+        return setup, preprocess(picture, setup.preprocessing)
+
+    def measure(self, files: Sequence[Path]) -> None:
+        """Check the classifier on the first images that can be read, and keep the τ found."""
+        setup, pixels = None, []
+        for file in files:
+            with contextlib.suppress(PatchproofError):
+                setup, image = self.read(file)
+                pixels.append(image)
+            if setup and len(pixels) == checked_images(setup.engine):
+                break
+        if setup:
+            engine = checked(setup, torch.stack(pixels))[0].engine
+            self.engine = {"chunk": engine.chunk, "tau": engine.tau, "tau_fp32": engine.tau_fp32}
+            self.known.clear()
 
 
-def measure(config: PredictConfig, classifier: ImageClassifier, files: Sequence[Path]) -> Engine | None:
-    """τ on the first few images that can be read; None if there are none."""
-    setup, pixels = None, []
-    for file in files:
-        with contextlib.suppress(PatchproofError):
-            setup, image = read(config, classifier, file)
-            pixels.append(image)
-        if len(pixels) == CHECKED_IMAGES:
-            break
-    return checked(setup, torch.stack(pixels))[0].engine if setup else None
+def answered(views: Views, files: Sequence[Path]) -> Iterator[list[Answer | str]]:
+    """Answers in the order of the files, a batch at a time; a file that cannot be used gets a line that says why.
+
+    The next batch is decoded while this one is looked at.
+    """
+    size = images_at_once(views.engine.get("chunk", BLOCK), choose_device(views.config.device))
+    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
+        waiting: deque[tuple[Sequence[Path], list[Future[tuple[Setup, torch.Tensor]]]]] = deque()
+        for start in range(0, len(files), size):
+            batch = files[start : start + size]
+            waiting.append((batch, [pool.submit(views.read, file) for file in batch]))
+            if len(waiting) > 1:
+                yield _answer_batch(views.classifier, *waiting.popleft())
+        for batch, images in waiting:
+            yield _answer_batch(views.classifier, batch, images)
 
 
-def answer(
-    config: PredictConfig, classifier: ImageClassifier, engine: Engine | None, file: Path, console: Console
-) -> Answer | None:
-    """The answer for one file; None, and a line that names it, if it cannot be used."""
-    try:
-        setup, pixels = read(config, classifier, file)
-    except (BadImageError, InputError) as error:
-        reason = error.reason if isinstance(error, BadImageError) else str(error)
-        console.print(f"[red]cannot use[/] {escape(printable(file))}: {escape(reason)}", soft_wrap=True)
-        return None
-    defense = replace(setup, engine=engine or setup.engine).defense
-    found = defense.assess(as_images(pixels[None], setup.device)).cpu()
-    label, margin = int(found.predictions), float(found.certificates.margin)
+def _answer_batch(
+    classifier: ImageClassifier, files: Sequence[Path], images: Sequence[Future[tuple[Setup, torch.Tensor]]]
+) -> list[Answer | str]:
+    """One `assess` for all images that are looked at in the same way."""
+    answers: dict[Path, Answer | str] = {}
+    alike: dict[int, tuple[Setup, dict[Path, torch.Tensor]]] = {}
+    for file, image in zip(files, images, strict=True):
+        try:
+            setup, pixels = image.result()
+            alike.setdefault(id(setup), (setup, {}))[1][file] = pixels
+        except (BadImageError, InputError) as error:
+            reason = error.reason if isinstance(error, BadImageError) else str(error)
+            answers[file] = f"[red]cannot use[/] {escape(printable(file))}: {escape(reason)}"
+    for setup, group in alike.values():
+        found = setup.defense.assess(as_images(torch.stack(list(group.values())), setup.device)).to("cpu")
+        answers |= {file: _answer(classifier, found, row, file) for row, file in enumerate(group)}
+    return [answers[file] for file in files]
+
+
+def _answer(classifier: ImageClassifier, found: Assessment, row: int, file: Path) -> Answer:
+    label, margin = int(found.predictions[row]), float(found.certificates.margin[row])
     return Answer(
         path=str(file),
         label=label,
         name=label_name(classifier, label),
-        unanimous=bool(found.unanimous),
-        certified=bool(found.certificates.certified),
+        unanimous=bool(found.unanimous[row]),
+        certified=bool(found.certificates.certified[row]),
         margin=round(margin, 6) if math.isfinite(margin) else None,
-        forwards=int(found.certificates.forwards),
+        forwards=int(found.certificates.forwards[row]),
     )
 
 
@@ -140,12 +207,14 @@ def _wordnet_words(name: str) -> str | None:
     return words.split(",")[0] if words else None
 
 
+def write_lines(answers: Sequence[Answer]) -> None:
+    file = Console().file
+    file.writelines(json.dumps(asdict(found), allow_nan=False) + "\n" for found in answers)
+    file.flush()
+
+
 def show(answers: Sequence[Answer], config: PredictConfig, classifier: ImageClassifier) -> None:
     console = Console()
-    if config.json:
-        for found in answers:
-            console.file.write(json.dumps(asdict(found), allow_nan=False) + "\n")
-        return
     if not answers:
         return
     table = Table(header_style="bold")

@@ -22,9 +22,9 @@ from patchproof.cli._setup import (
     choose_chunk,
     choose_device,
     choose_preprocessing,
+    choose_workers,
     open_classifier,
     open_source,
-    require_workers,
 )
 from patchproof.cli._show import percent, results_table, training_progress
 from patchproof.cli._validate import Validation
@@ -94,13 +94,16 @@ class TrainRun:
             spread_indices(source, config.limit),
             torch.tensor(match_labels(source.class_names, classifier)),
             choose_preprocessing(classifier, low_resolution=source.low_resolution),
-            workers=config.workers,
+            workers=choose_workers(config),
             skip_bad=config.skip_bad,
+            keep_decoded=config.keep_decoded,
         )
         # A copy that is only looked at takes a fraction of the memory of one that is learned from, so up to four times
         # as many as the step has at once still need less than the step (benchmarks/README.md).
         copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
         chunk = min(4 * copies, choose_chunk("auto", classifier.input_size, accelerator.device))
+        if config.compile:  # always whole chunks, so small ones that the batch fills
+            chunk = copies
         masks = training_pair(config.mask_patch, classifier.input_size)
         trainer = Trainer(classifier, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
         validation = Validation.on(held_out, shipped, config, accelerator.device)
@@ -252,7 +255,6 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
 def open_sources(config: TrainConfig) -> tuple[ImageSource, ImageSource]:
     """The images to learn from and, never the same, those to validate on."""
     require_splits(config)
-    require_workers(config)
     split = config.split or (None if config.validation else "train")
     source = open_dataset(config.dataset, data_dir=config.data_dir, split=split, download=config.download)
     held_out = open_dataset(config.validation) if config.validation else open_source(replace(config, split=None))

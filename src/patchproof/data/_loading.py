@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
@@ -60,33 +61,54 @@ def iterate_batches(
     batch_size: int,
     workers: int = 2,
     skip_bad: bool = False,
+    kept: dict[int, Tensor] | None = None,
 ) -> Iterator[Batch]:
     """Batch i holds indices[i·batch_size : (i+1)·batch_size], in that order, less the bad images.
 
     `workers` threads decode a few batches ahead and end with the iterator. Without `skip_bad`, a bad image raises its
     BadImageError when its batch is reached, after the batches before it.
     """
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if value < 1:
-            raise InputError(f"{name} must be at least 1, not {value}")
-    chunks = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    return _batches(source, preprocessing, chunks, workers=workers, skip_bad=skip_bad)
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, not {batch_size}")
+    groups = (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
+    return load_groups(source, preprocessing, groups, workers=workers, skip_bad=skip_bad, kept=kept)
+
+
+def load_groups(
+    source: ImageSource,
+    preprocessing: Preprocessing,
+    groups: Iterable[Sequence[int]],
+    *,
+    workers: int = 2,
+    skip_bad: bool = False,
+    ahead: int = BATCHES_AHEAD,
+    kept: dict[int, Tensor] | None = None,
+) -> Iterator[Batch]:
+    """A batch for each group of indices. A group is asked for only when it is about to be decoded, `ahead` of its turn.
+
+    `kept` holds what was decoded before, and gets what is decoded now.
+    """
+    if workers < 1:
+        raise InputError(f"workers must be at least 1, not {workers}")
+    return _batches(source, preprocessing, groups, workers=workers, skip_bad=skip_bad, ahead=ahead, kept=kept)
 
 
 def _batches(
     source: ImageSource,
     preprocessing: Preprocessing,
-    chunks: Sequence[Sequence[int]],
+    groups: Iterable[Sequence[int]],
     *,
     workers: int,
     skip_bad: bool,
+    ahead: int,
+    kept: dict[int, Tensor] | None,
 ) -> Iterator[Batch]:
     pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
     queue: deque[_Pending] = deque()
     try:
-        for chunk in chunks:
-            queue.append([(index, pool.submit(_load, source, preprocessing, index)) for index in chunk])
-            if len(queue) > BATCHES_AHEAD:
+        for group in groups:
+            queue.append([(index, pool.submit(_load, source, preprocessing, index, kept)) for index in group])
+            if len(queue) > ahead:
                 yield _collect(source, preprocessing, queue.popleft(), skip_bad=skip_bad)
         while queue:
             yield _collect(source, preprocessing, queue.popleft(), skip_bad=skip_bad)
@@ -94,12 +116,19 @@ def _batches(
         pool.shutdown(cancel_futures=True)
 
 
-def _load(source: ImageSource, preprocessing: Preprocessing, index: int) -> UInt8[Tensor, "3 h w"]:
+def _load(
+    source: ImageSource, preprocessing: Preprocessing, index: int, kept: dict[int, Tensor] | None
+) -> UInt8[Tensor, "3 h w"]:
+    if kept is not None and index in kept:
+        return kept[index]
     image = source.load(index)
     try:
-        return preprocess(image, preprocessing)
+        pixels = preprocess(image, preprocessing)
     except InputError as error:  # e.g. smaller than the crop: the other images of the set may be fine
         raise BadImageError(source.path(index), str(error)) from error
+    if kept is not None:
+        kept[index] = pixels
+    return pixels
 
 
 def _collect(source: ImageSource, preprocessing: Preprocessing, pending: _Pending, *, skip_bad: bool) -> Batch:
@@ -125,7 +154,10 @@ def _stack(images: list[Tensor], preprocessing: Preprocessing) -> UInt8[Tensor, 
             f"images of different sizes cannot share a batch: {sizes[0]} and {sizes[-1]} after {preprocessing}; "
             "give the preprocessing a crop or an exact size, or use batches of 1"
         )
-    return torch.stack(images) if images else torch.empty(0, 3, *_fixed_size(preprocessing), dtype=torch.uint8)
+    if not images:
+        return torch.empty(0, 3, *_fixed_size(preprocessing), dtype=torch.uint8)
+    # Channels last, as each image lies in memory; numpy copies at once where torch would start threads.
+    return torch.from_numpy(np.stack([image.permute(1, 2, 0).numpy() for image in images])).permute(0, 3, 1, 2)
 
 
 def _fixed_size(preprocessing: Preprocessing) -> Size:

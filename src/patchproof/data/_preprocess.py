@@ -26,13 +26,15 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing) -> UInt8[Tensor
 
     Pillow resizes where `antialias` is set. Otherwise, and for "nearest", the tables of `geometry` do: torch's kernels,
     with weights whose zeros are exact, so that no pixel outside a native patch's footprint can move. The bicubic
-    kernels differ (Pillow a = −0.5, torch −0.75), as they do in the pipelines built on either.
+    kernels differ (Pillow a = −0.5, torch −0.75), as they do in the pipelines built on either. In memory the channels
+    stay last, as Pillow has them and networks like them, and nothing here starts torch's threads: many of these run at
+    once.
     """
     place = placement(preprocessing, (image.height, image.width))
-    pixels = _resize(image, place.resized, preprocessing)
     rows = slice(place.top, place.top + place.size[0])
     columns = slice(place.left, place.left + place.size[1])
-    return pixels[:, rows, columns].contiguous()
+    pixels = _resize(image, place.resized, preprocessing)[rows, columns]
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
 def default_preprocessing(
@@ -54,34 +56,27 @@ def default_preprocessing(
     return Preprocessing(floor(min(input_size) / crop_pct), crop=input_size, interpolation=interpolation)
 
 
-def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[Tensor, "3 h w"]:
+def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[np.ndarray, "h w 3"]:
     _check_pixels(size)
     if (image.height, image.width) == size:
-        return _tensor(image)
+        return np.asarray(image)
     if preprocessing.interpolation == "nearest":
         rows, columns = (nearest_sources(*lengths) for lengths in zip((image.height, image.width), size, strict=True))
-        return _tensor(image)[:, torch.from_numpy(rows)[:, None], torch.from_numpy(columns)]
+        return np.asarray(image)[rows[:, None], columns]
     if preprocessing.antialias:
-        return _tensor(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
-    return _resize_by_weights(_tensor(image), size, preprocessing.interpolation)
+        return np.asarray(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
+    return _resize_by_weights(np.asarray(image), size, preprocessing.interpolation)
 
 
 def _resize_by_weights(
-    pixels: UInt8[Tensor, "3 h w"], size: Size, interpolation: Interpolation
-) -> UInt8[Tensor, "3 h2 w2"]:
-    rows, columns = (
-        torch.from_numpy(resize_weights(*lengths, interpolation))
-        for lengths in zip(pixels.shape[1:], size, strict=True)
-    )
-    resized = rows @ pixels.double() @ columns.T
-    return resized.round().clamp(0, 255).to(torch.uint8)
+    pixels: UInt8[np.ndarray, "h w 3"], size: Size, interpolation: Interpolation
+) -> UInt8[np.ndarray, "h2 w2 3"]:
+    rows, columns = (resize_weights(*lengths, interpolation) for lengths in zip(pixels.shape[:2], size, strict=True))
+    resized = rows @ pixels.transpose(2, 0, 1).astype(np.float64) @ columns.T
+    return np.rint(resized).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
 
 
 def _check_pixels(size: Size) -> None:
     """A sliver such as 1×60000 stays within any file limit but has billions of pixels once its short side is 256."""
     if size[0] * size[1] > MAX_PIXELS:
         raise InputError(f"resizing makes it {size[0]}×{size[1]}, more than {MAX_PIXELS:,} pixels; crop it first")
-
-
-def _tensor(image: Image.Image) -> UInt8[Tensor, "3 h w"]:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

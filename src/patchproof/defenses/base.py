@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -27,8 +28,8 @@ class Certificates:
     witness: Int64[Tensor, "b 2"]
     witness_label: Int64[Tensor, " b"]
 
-    def cpu(self) -> Certificates:
-        return _on_cpu(self)
+    def to(self, device: torch.device | str) -> Certificates:
+        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,12 @@ class Assessment:
     certificates: Certificates
     unanimous: Bool[Tensor, " b"]
 
-    def cpu(self) -> Assessment:
-        return _on_cpu(self)
+    def to(self, device: torch.device | str) -> Assessment:
+        return _moved(self, device)
 
 
-def _on_cpu(result: Result) -> Result:
-    """Every tensor moved in one go, so that reading values one by one costs no further synchronisation."""
-    return replace(result, **{f.name: getattr(result, f.name).cpu() for f in fields(result)})
+def _moved(result: Result, device: torch.device | str) -> Result:
+    return replace(result, **{f.name: getattr(result, f.name).to(device) for f in fields(result)})
 
 
 @runtime_checkable

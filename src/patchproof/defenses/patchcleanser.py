@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -11,10 +12,8 @@ from torch import Tensor
 
 from patchproof.defenses.base import Assessment, Certificates
 from patchproof.geometry import MaskSet, PatchThreat
-from patchproof.masking import Engine, TwoMaskTable
+from patchproof.masking import Engine, Runner, TwoMaskTable
 from patchproof.types import Classifier, InputError
-
-FIRST_BLOCK = 4  # copies of an image evaluated before the first look for a wrong label; then twice as many, and so on
 
 
 def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
@@ -72,14 +71,19 @@ class PatchCleanser:
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
 
+    @cached_property
+    def runner(self) -> Runner:
+        """Remembers, from one batch to the next, the chunk that fits and what float32 had to decide again."""
+        return Runner(self.classifier, self.engine)
+
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """Two rounds of masking (Algorithm 1); the second only where the first disagrees."""
+        """Two rounds of masking (Algorithm 1); the second only where the first disagrees, and only until decided."""
         table = self._table(images)
-        return double_masking(table.one_mask_labels(), table.labels_under)
+        return _defended(table, table.one_mask_labels()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), giving up on an image at its first wrong label."""
-        return self._certify(self._table(images, labels))
+        return self._certify(self._table(images, labels), labels.cpu()).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table, so that no copy is evaluated for both.
@@ -89,24 +93,23 @@ class PatchCleanser:
         table = self._table(images, labels)
         first = table.one_mask_labels()
         unanimous = (first == first[:, :1]).all(dim=1)
-        predictions = double_masking(first, table.labels_under)
-        about = predictions if labels is None else labels
-        certificates = self._certify(table if labels is not None else table.against(about))
-        return Assessment(predictions, about, certificates, unanimous)
+        predictions = _defended(table, first)
+        about = predictions if labels is None else labels.cpu()
+        certificates = self._certify(table if labels is not None else table.against(about), about)
+        return Assessment(predictions, about, certificates, unanimous).to(images.device)
 
     def _table(self, images: Tensor, labels: Tensor | None = None) -> TwoMaskTable:
-        return TwoMaskTable(self.classifier, images, self.masks, labels, self.engine)
+        return TwoMaskTable(self.runner, images, self.masks, labels)
 
-    def _certify(self, table: TwoMaskTable) -> Certificates:
+    def _certify(self, table: TwoMaskTable, labels: Int64[Tensor, " b"]) -> Certificates:
         if self.exhaustive:
             table.evaluate_all()
             return _certificates(table, table.right().all(dim=1))
-        alive = torch.arange(len(table.images), device=table.images.device)
-        alive = _survivors(table, alive, self._one_mask_order(table).expand(len(alive), -1))
-        alive = _survivors(table, alive, two_mask_order(table, alive))
-        certified = torch.zeros(len(table.images), dtype=torch.bool, device=alive.device)
-        certified[alive] = True
-        return _certificates(table, certified)
+        images = torch.arange(len(table.images))
+        order = self._one_mask_order(table).expand(len(images), -1)
+        alive = images[table.survivors(images, order, labels, sure=True)]
+        alive = alive[table.survivors(alive, two_mask_order(table, alive), labels[alive], sure=True)]
+        return _certificates(table, torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True))
 
     def _one_mask_order(self, table: TwoMaskTable) -> Int64[Tensor, " n"]:
         """Central masks first: they hide the object more often than those at the rim."""
@@ -114,39 +117,29 @@ class PatchCleanser:
         offset = [
             abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
         ]
-        order = torch.tensor(offset).argsort(stable=True).to(table.of_pair.device)
-        return table.of_pair.diagonal()[order]
+        return table.of_pair.diagonal()[torch.tensor(offset).argsort(stable=True)]
 
 
-def _survivors(table: TwoMaskTable, alive: Int64[Tensor, " a"], order: Int64[Tensor, "a u"]) -> Int64[Tensor, " s"]:
-    """The images whose cells are all right, looked at block by block in each image's own order.
+def _defended(table: TwoMaskTable, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
+    """Algorithm 1 on a table that is filled as it goes."""
 
-    Blocks start small and double: most images fail early or not at all. They depend on the image alone, so its cost
-    does not change with the batch it came in.
-    """
-    start, block = 0, FIRST_BLOCK
-    while start < order.shape[1] and len(alive):
-        union = order[:, start : start + block]
-        table.evaluate(alive.repeat_interleave(union.shape[1]), union.flatten())
-        right = table.right()[alive[:, None], union].all(dim=1)
-        alive, order = alive[right], order[right]
-        start, block = start + block, 2 * block
-    return alive
+    def second(image: Tensor, mask: Tensor) -> Int64[Tensor, "j n"]:
+        return table.labels_under(image, mask, until=first[image, mask])
+
+    return double_masking(first, second)
 
 
 def two_mask_order(table: TwoMaskTable, images: Int64[Tensor, " a"]) -> Int64[Tensor, "a u"]:
     """The two-mask cells of each image, those most likely to fail first: the smallest sum of one-mask margins."""
-    pairs = table.first != table.second
-    unions = torch.nonzero(pairs)[:, 0]
-    margin = table.margin[images]
-    first, second = table.of_pair.diagonal()[table.first[unions]], table.of_pair.diagonal()[table.second[unions]]
-    hardest = (margin[:, first] + margin[:, second]).argsort(dim=1, stable=True)
+    unions = torch.nonzero(table.first != table.second)[:, 0]
+    one_mask = table.margin[images][:, table.of_pair.diagonal()]
+    hardest = (one_mask[:, table.first[unions]] + one_mask[:, table.second[unions]]).argsort(dim=1, stable=True)
     return unions[hardest]
 
 
 def _certificates(table: TwoMaskTable, certified: Bool[Tensor, " b"]) -> Certificates:
     """Read margin and witness off the known cells: the failing cell of least margin, else the weakest one."""
-    rows = torch.arange(len(table.images), device=certified.device)
+    rows = torch.arange(len(table.images))
     failing = table.known & ~table.right()
     candidates = torch.where(failing.any(dim=1, keepdim=True), failing, table.known)
     weakest = table.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)

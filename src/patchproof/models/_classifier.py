@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from patchproof.models._twin import Twin
 from patchproof.types import InputError, Interpolation, Size
 
 SETTINGS = (
@@ -69,12 +70,32 @@ class ImageClassifier(nn.Module):
         self.architecture = architecture or type(module).__name__
         self.source = source
         self.model_args: dict[str, Any] = dict(model_args or {})
+        self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
+        return self.module(self.normalised(images))
+
+    def normalised(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.fill):
             raise InputError(f"expected images of {len(self.fill)} channels (b c h w), got {tuple(images.shape)}")
-        return self.module((images - self.mean[:, None, None]) / self.std[:, None, None])
+        return (images - self.mean[:, None, None]) / self.std[:, None, None]
+
+    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Tensor], Tensor] | None:
+        """F computed in `dtype`, after normalising in float32, on a copy of the network that follows its weights.
+
+        None where the network cannot be converted; autocast may still run it.
+        """
+        key = dtype, compiled
+        if key not in self._twins:
+            shape = len(self.fill), *self.input_size
+            self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
+        twin = self._twins[key].following(self.module)
+        return None if twin is None else lambda images: twin(self.normalised(images).to(dtype))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the twins: a copy of a classifier makes its own."""
+        return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:

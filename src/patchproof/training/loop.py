@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
-from patchproof.masking import Engine, as_images, fill_colour, occlude, tf32
+from patchproof.masking import Engine, fill_colour, images_ahead, occlude, tf32
 from patchproof.models import ImageClassifier
 from patchproof.training.augment import flip_and_crop
 from patchproof.training.plan import Plan
@@ -47,6 +47,7 @@ class TrainingData:
     preprocessing: Preprocessing
     workers: int = 2
     skip_bad: bool = False
+    keep_decoded: bool = False
 
 
 class Trainer:
@@ -63,7 +64,7 @@ class Trainer:
         chunk: int = 256,
     ) -> None:
         self.plan, self.data, self.accelerator = plan, data, accelerator
-        self.classifier = classifier
+        self.classifier = classifier.to(memory_format=torch.channels_last)
         _check_batch(classifier, plan, accelerator.num_processes)
         trained = _trained_parameters(classifier, head_only=plan.head_only)
         self.model, self.optimizer = accelerator.prepare(classifier, _optimizer(trained, plan))
@@ -73,9 +74,10 @@ class Trainer:
             image_size=classifier.input_size,
             generator=self.generator,
             masks=masks,
-            engine=Engine(chunk=chunk, precision=plan.precision),
+            engine=Engine(chunk=chunk, precision=plan.precision, compile=plan.compile),
         )
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
+        self.decoded: dict[int, Tensor] | None = {} if data.keep_decoded else None
         self.step = 0
         self.steps_per_epoch = self._count_steps()
 
@@ -99,8 +101,9 @@ class Trainer:
         """Train from `self.step` to the end."""
         while self.step < self.total_steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
-            for batch in self._batches(epoch, skip=done):
-                yield self._train_on(batch, epoch)
+            batches = ((batch, batch.images) for batch in self._batches(epoch, skip=done))
+            for batch, images in images_ahead(batches, self.accelerator.device):
+                yield self._train_on(batch, images, epoch)
 
     def _batches(self, epoch: int, *, skip: int) -> Iterator[Batch]:
         """This process's share of each batch of the epoch, from batch `skip` on."""
@@ -117,14 +120,15 @@ class Trainer:
             batch_size=self.plan.batch_size // world,
             workers=self.data.workers,
             skip_bad=self.data.skip_bad,
+            kept=self.decoded,
         )
 
-    def _train_on(self, batch: Batch, epoch: int) -> StepReport:
+    def _train_on(self, batch: Batch, images: Tensor, epoch: int) -> StepReport:
         started = time.perf_counter()
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         self._share_buffers()
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
-            images, labels = self._to_device(batch)
+            images, labels = self._prepared(batch, images)
             keep, search_seconds = self._search(images, labels)
             loss = self._update(images, labels, keep, rate)
         self._update_average()
@@ -149,16 +153,14 @@ class Trainer:
             torch.manual_seed(seed)
             yield
 
-    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        device = self.accelerator.device
+    def _prepared(self, batch: Batch, images: Tensor) -> tuple[Tensor, Tensor]:
         if len(batch.indices) < 2:
             raise CheckError(
                 f"step {self.step + 1}: {len(batch.bad)} images of its batch cannot be read, too few are left"
             )
-        images = as_images(batch.images, device)
         if self.plan.augment == "light":
             images = flip_and_crop(images, self.generator)
-        return images, self.data.classes[batch.labels].to(device)
+        return images, self.data.classes[batch.labels].to(images.device)
 
     def _search(self, images: Tensor, labels: Tensor) -> tuple[Bool[Tensor, "copies b 1 h w"], float]:
         """What to leave visible, and how long it took to find out."""

@@ -34,6 +34,7 @@ class Plan:
     accumulate: int = 1
     seed: int = 0
     precision: Precision = "fp32"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         numbers = (

@@ -245,8 +245,7 @@ class Search:
                 self.keep,
                 Copies(image, first[where], second[where]),
                 self._cross_entropy,
-                chunk=self.engine.chunk,
-                precision=self.engine.precision,
+                engine=self.engine,
             )
         return found.new_full(first.shape, -torch.inf).masked_scatter(where, found)
 

@@ -1,0 +1,228 @@
+"""Produce the evidence under results/: every experiment is a few `patchproof` commands, run in one process.
+
+    python scripts/evidence.py imagenette cifar10 imagenet --data DATA --runs runs/evidence --plan
+    python scripts/evidence.py imagenette --data DATA --runs runs/evidence --results results --minutes 9
+
+DATA holds `imagenette2-160/{train,val}`, `cifar10/{train,test}` and `imagenet-val-1000/val` as class folders. `--plan`
+only prints the commands and their forward passes. What is finished is skipped, what was cut off is resumed, and a step
+that would not fit into the minutes left is put off. Each finished run is copied to `--results`: manifest, results, and
+the records compressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patchproof.cli import run
+from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.records import read_json
+
+STRATEGIES = (
+    "none",
+    "cutout",
+    "rand3x3",
+    "rand6x6",
+    "rand",
+    "gutout3x3",
+    "gutout6x6",
+    "gutout",
+    "greedy3x3",
+    "greedy",
+    "grid3x3",
+)
+EXTRA_PASSES = {"greedy3x3": 17, "greedy6x6": 71, "greedy": 25, "grid3x3": 45, "grid6x6": 666}
+EXTRA_PASSES |= {"gutout3x3": 8, "gutout6x6": 8, "gutout": 16}
+TWO_COPIES = ("rand", "gutout", "greedy")
+PASSES_OF_AN_UPDATE = 8
+"""A training pass and its way back, counted in inference passes."""
+
+FAST = ("--precision", "fp16", "--workers", "16", "--device", "auto")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, where it writes, and about how many inference passes it takes."""
+
+    name: str
+    words: tuple[str, ...]
+    passes: int
+
+    def command(self, data: Path, runs: Path) -> list[str]:
+        words = [w.replace("DATA", str(data)).replace("RUNS", str(runs)) for w in self.words]
+        return [*words, "--output", str(runs / self.name), "--resume"]
+
+
+def training(name: str, dataset: str, strategy: str, seed: int, *, images: int, epochs: int, extra: tuple = ()) -> Step:
+    copies = 2 if strategy in TWO_COPIES else 1
+    passes = images * epochs * (EXTRA_PASSES.get(strategy, 0) + PASSES_OF_AN_UPDATE * copies)
+    words = ("train", "--model", "tf_efficientnet_lite0", "--weights", "zoo", "--dataset", f"DATA/{dataset}")
+    words += ("--strategy", strategy, "--seed", str(seed), "--epochs", str(epochs), "--precision", "bf16")
+    words += ("--keep-decoded", "--workers", "16", "--validation-images", "100", *extra)
+    searching = strategy.startswith(("greedy", "grid"))
+    return Step(name, (*words, "--compile") if searching else words, passes)
+
+
+def certification(
+    name: str,
+    weights: str,
+    dataset: str,
+    patch: str,
+    masks: int,
+    *,
+    images: int,
+    limit: int | None = None,
+    extra: tuple = (),
+) -> Step:
+    pixels = {"1%": 23, "2%": 32, "3%": 39}.get(patch) or int(patch.removesuffix("px"))
+    threat = PatchThreat.square(image_size=(224, 224), pixels=pixels)
+    pairs = len(covering_masks(threat, per_axis=masks).unions)
+    count = min(images, limit or images)
+    words = (
+        "certify",
+        *weights.split(),
+        "--dataset",
+        f"DATA/{dataset}",
+        "--patch",
+        patch,
+        "--masks",
+        str(masks),
+        *FAST,
+    )
+    words += ("--limit", str(limit)) if limit else ()
+    words += ("--compile",) if pairs * count > 300_000 else ()
+    return Step(f"{name}/certify-{patch.replace('%', 'percent')}-{masks}x{masks}", (*words, *extra), pairs * count)
+
+
+def imagenette() -> Iterator[Step]:
+    """Every strategy, `cutout` and `greedy` with three seeds; certified at 3% first, then at 2% and 1%."""
+    chosen = [("cutout", 0), ("greedy", 0), ("rand", 0), ("none", 0)]
+    chosen += [("cutout", 1), ("greedy", 1), ("cutout", 2), ("greedy", 2)]
+    chosen += [(s, 0) for s in STRATEGIES if s not in ("cutout", "greedy", "rand", "none")]
+    for strategy, seed in chosen:
+        name = f"imagenette/{strategy}-seed{seed}"
+        yield training(f"{name}/train", "imagenette2-160", strategy, seed, images=9_469, epochs=10)
+        weights = f"--weights RUNS/{name}/train/checkpoint-last"
+        for patch in ("3%", "2%", "1%") if seed == 0 else ("3%",):
+            yield certification(name, weights, "imagenette2-160", patch, 3, images=3_925)
+        yield certification(name, weights, "imagenette2-160", "3%", 6, images=3_925, limit=1_963)
+
+
+def imagenette_more() -> Iterator[Step]:
+    """6×6 masks at 2% and 1%, and the curve over masks an axis, for `cutout` and `greedy`."""
+    for strategy in ("cutout", "greedy"):
+        name = f"imagenette/{strategy}-seed0"
+        weights = f"--weights RUNS/{name}/train/checkpoint-last"
+        for masks in (2, 4, 5):
+            yield certification(name, weights, "imagenette2-160", "3%", masks, images=3_925, limit=1_963)
+    for strategy in STRATEGIES:
+        name = f"imagenette/{strategy}-seed0"
+        weights = f"--weights RUNS/{name}/train/checkpoint-last"
+        for patch in ("2%", "1%"):
+            yield certification(name, weights, "imagenette2-160", patch, 6, images=3_925, limit=1_309)
+
+
+def cifar10() -> Iterator[Step]:
+    """Patches of 14 and 35 pixels of the enlarged image, and native ones of 2×2 and 5×5 for the same networks."""
+    for strategy in ("cutout", "rand", "greedy"):
+        name = f"cifar10/{strategy}-seed0"
+        yield training(f"{name}/train", "cifar10", strategy, 0, images=20_000, epochs=5, extra=("--image-size", "224"))
+        weights = f"--weights RUNS/{name}/train/checkpoint-last"
+        for patch in ("14px", "35px"):
+            yield certification(name, weights, "cifar10", patch, 3, images=10_000, limit=2_500)
+            yield certification(name, weights, "cifar10", patch, 6, images=10_000, limit=1_250)
+        for patch in ("2px", "5px"):
+            native = ("--threat-space", "native")
+            yield certification(
+                f"{name}/native", weights, "cifar10", patch, 3, images=10_000, limit=2_500, extra=native
+            )
+            yield certification(
+                f"{name}/native", weights, "cifar10", patch, 6, images=10_000, limit=1_250, extra=native
+            )
+
+
+def imagenet() -> Iterator[Step]:
+    """The pretrained network as it is, on a thousand validation images."""
+    weights = "--model tf_efficientnet_lite0 --weights zoo"
+    for masks in (2, 3, 4, 5, 6):
+        for patch in ("3%", "2%", "1%"):
+            yield certification("imagenet/zoo", weights, "imagenet-val-1000", patch, masks, images=1_000)
+
+
+EXPERIMENTS = {"imagenette": imagenette, "imagenette-more": imagenette_more, "cifar10": cifar10, "imagenet": imagenet}
+
+
+def keep(folder: Path, target: Path) -> None:
+    """Manifest and results as they are, records and log compressed."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("manifest.json", "results.json"):
+        shutil.copyfile(folder / name, target / name)
+    for name in ("records.jsonl", "log.jsonl"):
+        if (folder / name).exists():
+            (target / f"{name}.xz").write_bytes(lzma.compress((folder / name).read_bytes(), preset=9))
+
+
+def finished(folder: Path) -> bool:
+    """All that was asked for is there; a --limit alone makes a run partial, not unfinished."""
+    if not (folder / "results.json").exists():
+        return False
+    results = read_json(folder / "results.json")
+    if "images" not in results:
+        return results.get("status") == "complete"
+    return bool(results["images"]["done"] == results["images"]["planned"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs/evidence"))
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--minutes", type=float, default=10_000.0)
+    parser.add_argument("--rate", type=float, default=15_000.0, help="inference passes a second, to plan with")
+    parser.add_argument("--only", default="", help="only steps whose name contains this, or one of these with commas")
+    parser.add_argument("--plan", action="store_true", help="print the commands and stop")
+    arguments = parser.parse_args()
+    steps = [step for name in arguments.experiments for step in EXPERIMENTS[name]()]
+    steps = [step for step in steps if any(part in step.name for part in arguments.only.split(","))]
+    if arguments.plan:
+        for step in steps:
+            print(f"{step.passes:>12,}  {' '.join(step.command(arguments.data, arguments.runs))}")
+        total = sum(step.passes for step in steps)
+        print(f"{total:>12,}  passes, {total / arguments.rate / 60:.0f} minutes")
+        return
+    work(steps, arguments)
+
+
+def work(steps: list[Step], arguments: argparse.Namespace) -> None:
+    ends = time.monotonic() + 60 * arguments.minutes
+    rate = arguments.rate
+    for step in steps:
+        folder = arguments.runs / step.name
+        if (arguments.results / step.name / "results.json").exists() if arguments.results else finished(folder):
+            continue
+        if time.monotonic() + step.passes / rate > ends:
+            print(f"put off: {step.name}", flush=True)
+            continue
+        command = step.command(arguments.data, arguments.runs)
+        print(f"$ patchproof {' '.join(command)}", flush=True)
+        started = time.monotonic()
+        if run(command):
+            print(f"failed: {step.name}", flush=True)
+            continue
+        torch.compiler.reset()
+        seconds = time.monotonic() - started
+        print(f"{seconds:.0f} s, {step.passes / seconds:,.0f} planned passes/s\n", flush=True)
+        if arguments.results:
+            keep(folder, arguments.results / step.name)
+
+
+if __name__ == "__main__":
+    main()

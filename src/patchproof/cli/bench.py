@@ -1,0 +1,288 @@
+"""`patchproof bench`: how fast this machine certifies, beside the bare network and a loop like the published one."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from patchproof.cli._manifest import device_name, versions
+from patchproof.cli._setup import (
+    Setup,
+    checked,
+    choose_workers,
+    images_at_once,
+    open_classifier,
+    open_source,
+    prepare,
+    sample_pixels,
+)
+from patchproof.config import BenchConfig, resolved
+from patchproof.data import iterate_batches, spread_indices
+from patchproof.defenses import PatchCleanser
+from patchproof.geometry import covering_masks
+from patchproof.masking import Engine, as_images
+from patchproof.models import ImageClassifier, match_labels
+from patchproof.records import write_atomically
+from patchproof.throughput import Memory, Timed, peer_certify, peer_predict, raw_rate, timed
+from patchproof.types import InputError
+
+SHIFT = 100.0
+"""Added to one logit so that its label always wins."""
+
+SCALED_MASKS = range(2, 9)
+SCALED_PASSES = 20_000
+"""At most about so many passes for each number of masks."""
+
+
+def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig()) -> int:
+    """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
+    status = Console(stderr=True)
+    measured = Bench.begin(config).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
+    show(measured, Console())
+    if config.output:
+        write_atomically(config.output, json.dumps(measured, indent=2) + "\n")
+    return 1 if any(measured["differ"].values()) else 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One classifier, some images on the device, and what each way of certifying them takes."""
+
+    config: BenchConfig
+    setup: Setup
+    images: torch.Tensor
+    labels: torch.Tensor
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, config: BenchConfig) -> Bench:
+        if config.peer_images < 0 or config.seconds <= 0:
+            raise InputError("--peer-images cannot be negative, and --seconds must be positive")
+        source = open_source(config)
+        classifier = open_classifier(config, num_classes=len(source.class_names), class_names=source.class_names)
+        native = source.native_sizes() if config.threat_space == "native" else set()
+        setup = prepare(config, classifier, low_resolution=source.low_resolution, native_sizes=native)
+        indices = spread_indices(source, config.limit)
+        batches = list(
+            iterate_batches(
+                source, setup.preprocessing, indices, batch_size=64, workers=choose_workers(config), skip_bad=True
+            )
+        )
+        labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
+        if config.surviving:
+            answer_always(classifier, label=0)
+            labels = torch.zeros_like(labels)
+        setup, _ = checked(setup, sample_pixels(source, setup, indices))
+        images = as_images(torch.cat([b.images for b in batches]), setup.device)
+        return cls(config, setup, images, labels.to(setup.device))
+
+    def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
+        engine, device, masks = self.setup.engine, self.setup.device, self.setup.masks
+        say(f"the bare network, {engine.chunk} images at once")
+        raw = self._raw_rates()
+        say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes an image")
+        self._defense().certify(*self._batches()[0])  # compiles, chooses kernels
+        with Memory(device) as memory:
+            every = self._certify("ours, every pair", self._defense(exhaustive=True))
+        verdicts = self._certify("ours, early exit", self._defense())
+        answers = self._predict()
+        differ = {"every pair": _differing(verdicts, every)}
+        if self.config.peer_images:
+            say(f"a loop like the published one, {min(self.config.peer_images, len(self.images))} images")
+            differ |= self._peers(verdicts, answers)
+        if self.config.reference:
+            say("the reference: float32, every pair")
+            reference = Engine(chunk=engine.chunk, tau_fp32=engine.tau_fp32)
+            found = self._certify("reference, float32", self._defense(engine=reference, exhaustive=True))
+            differ["reference"] = _differing(verdicts, found)
+        return {
+            "machine": {"device": device_name(device), "system": platform.platform(), "versions": versions()},
+            "config": resolved(self.config),
+            "model": self.setup.classifier.architecture,
+            "images": len(self.images),
+            "masks": len(masks),
+            "pairs": len(masks.unions),
+            "batch_size": engine.chunk,
+            "tau": {"fast": engine.tau, "fp32": engine.tau_fp32},
+            "raw_passes_per_second": raw,
+            "rows": self.rows,
+            "certified": int(verdicts.sum()),
+            "differ": differ,
+            "peak_bytes": memory.peak,
+            "scaling": self._scaling(say) if self.config.scaling else {},
+        }
+
+    def _raw_rates(self) -> dict[str, float]:
+        """float32 and the precision asked for, in batches as large as our chunks."""
+        engine, network = self.setup.engine, self.setup.classifier.module
+        repeats = -(-engine.chunk // len(self.images))
+        chunk = self.images.repeat(repeats, 1, 1, 1)[: engine.chunk]
+        rate = partial(raw_rate, network, chunk, seconds=self.config.seconds)
+        rates = {"fp32": rate(precision="fp32")}
+        if engine.precision != "fp32":
+            rates[engine.precision] = rate(precision=engine.precision)
+        if engine.compile:
+            rates[f"{engine.precision} compiled"] = rate(precision=engine.precision, compiled=True)
+        return rates
+
+    def _defense(self, **changes: Any) -> PatchCleanser:
+        return replace(self.setup.defense, **{"engine": self.setup.engine, **changes})
+
+    def _batches(self, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        size = images_at_once(self.setup.engine.chunk, self.setup.device)
+        images, labels = self.images[:count], self.labels[:count]
+        return list(zip(images.split(size), labels.split(size), strict=True))
+
+    def _certify(self, name: str, defense: PatchCleanser) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def work() -> int:
+            found.extend(defense.certify(images, labels).certified for images, labels in self._batches())
+            return defense.runner.passes
+
+        self._row(name, timed(work, images=len(self.images), device=self.setup.device))
+        return torch.cat(found).cpu()
+
+    def _predict(self) -> torch.Tensor:
+        defense = self._defense()
+        found: list[torch.Tensor] = []
+
+        def work() -> int:
+            found.extend(defense.predict(images) for images, _ in self._batches())
+            return defense.runner.passes
+
+        self._row("ours, predict", timed(work, images=len(self.images), device=self.setup.device))
+        return torch.cat(found).cpu()
+
+    def _peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
+        """The published way, on fewer images since it takes so long; how many of them it decides otherwise."""
+        images, labels = self.images[: self.config.peer_images], self.labels[: self.config.peer_images]
+        found: dict[str, torch.Tensor] = {}
+
+        def certify() -> int:
+            found["certified"], passes = peer_certify(self.setup.classifier, images, labels, self.setup.masks)
+            return passes
+
+        def predict() -> int:
+            found["label"], passes = peer_predict(self.setup.classifier, images, self.setup.masks)
+            return passes
+
+        for name, work in (("peer, certify", certify), ("peer, predict", predict)):
+            self._row(name, timed(work, images=len(images), device=self.setup.device))
+        return {
+            "peer": _differing(verdicts[: len(images)], found["certified"]),
+            "peer, predict": _differing(answers[: len(images)], found["label"]),
+        }
+
+    def _row(self, name: str, took: Timed) -> None:
+        needed = took.images * len(self.setup.masks.unions)
+        self.rows.append(
+            {
+                "name": name,
+                "images": took.images,
+                "passes": took.passes,
+                "seconds": took.seconds,
+                "passes_per_second": took.passes / took.seconds,
+                "images_per_second": took.images / took.seconds,
+                "needed_passes_per_second": None if "predict" in name else needed / took.seconds,
+            }
+        )
+
+    def _scaling(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """How cost grows with the masks an axis, and with the number of images."""
+        masks = []
+        for per_axis in SCALED_MASKS:
+            grid = covering_masks(self.setup.threat, per_axis=per_axis)
+            say(f"{len(grid)} masks")
+            defense = self._defense(masks=grid)
+            count = max(1, min(len(self.images), SCALED_PASSES // len(grid.unions)))
+            masks.append(
+                {"per_axis": per_axis, "masks": len(grid), "pairs": len(grid.unions)} | self._cost(defense, count)
+            )
+        quarters = sorted({max(1, len(self.images) * part // 4) for part in range(1, 5)})
+        return {"masks": masks, "images": [self._cost(self._defense(), count) for count in quarters]}
+
+    def _cost(self, defense: PatchCleanser, count: int) -> dict[str, Any]:
+        def work() -> int:
+            for images, labels in self._batches(count):
+                defense.certify(images, labels)
+            return defense.runner.passes
+
+        with Memory(self.setup.device) as memory:
+            took = timed(work, images=count, device=self.setup.device)
+        return {**asdict(took), "peak_bytes": memory.peak}
+
+
+def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    return int((one.cpu() != other.cpu()).sum())
+
+
+def answer_always(classifier: ImageClassifier, *, label: int) -> None:
+    """Shift one output so far that it wins for every image: then every image survives to the last pair of masks, and
+    a pass costs what it costs."""
+    head = getattr(classifier.module, "get_classifier", lambda: None)()
+    bias = getattr(head, "bias", None)
+    if bias is None:
+        raise InputError("--surviving needs a network whose last layer has a bias, as timm's have")
+    with torch.no_grad():
+        bias[label] += SHIFT
+
+
+def show(measured: dict[str, Any], console: Console) -> None:
+    raw = measured["raw_passes_per_second"]
+    fastest = max(raw.values())
+    title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
+    table = Table(title=escape(title), title_justify="left", header_style="bold")
+    table.add_column("", no_wrap=True)
+    for name in ("n", "passes", "passes/s", "of bare", "images/s", "× peer"):
+        table.add_column(name, justify="right")
+    for name, rate in raw.items():
+        table.add_row(f"bare, {name}", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")
+    kinds = {row["name"]: row["name"].endswith("predict") for row in measured["rows"]}
+    peer = {kinds[r["name"]]: r["images_per_second"] for r in measured["rows"] if r["name"].startswith("peer")}
+    for row in measured["rows"]:
+        base = peer.get(kinds[row["name"]])
+        table.add_row(
+            row["name"],
+            str(row["images"]),
+            f"{row['passes'] / row['images']:.1f}",
+            f"{row['passes_per_second']:,.0f}",
+            f"{row['passes_per_second'] / fastest:.0%}",
+            f"{row['images_per_second']:,.2f}",
+            f"{row['images_per_second'] / base:.1f}" if base else "",
+        )
+    console.print(table)
+    console.print(
+        "peer: a loop like the published one; passes: an image, on average; of bare: of the fastest", style="dim"
+    )
+    console.print(f"peak memory of ours: {measured['peak_bytes'] / 2**30:.2f} GiB")
+    for name, count in measured["differ"].items():
+        console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
+    for kind, rows in measured["scaling"].items():
+        console.print(scaling_table(kind, rows))
+
+
+def scaling_table(kind: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"cost by {kind}", title_justify="left", header_style="bold")
+    columns = (["per_axis", "masks", "pairs"] if kind == "masks" else []) + [
+        "images",
+        "passes",
+        "seconds",
+        "peak_bytes",
+    ]
+    for name in (*columns, "passes an image"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]
+        table.add_row(*cells, f"{row['passes'] / row['images']:.1f}")
+    return table

@@ -1,0 +1,165 @@
+"""How masked copies are evaluated: so many at once, in this precision, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchproof.masking._arithmetic import forward
+from patchproof.masking._images import fill_colour, occlude
+from patchproof.types import CheckError, Classifier, InputError, Precision
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How masked copies are evaluated: how many at once, how precisely, and from which gap on a label counts.
+
+    A label of a fast pass (any precision but fp32) counts when the top logit leads by at least `tau`; otherwise it is
+    decided again in float32. There it must lead by `tau_fp32` to count in a certificate. With `compile`, fast passes
+    run through torch.compile, always in whole chunks, so that it compiles once.
+    """
+
+    chunk: int = 64
+    precision: Precision = "fp32"
+    tau: float = 0.0
+    tau_fp32: float = 0.0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise InputError(f"a chunk holds at least one masked copy, not {self.chunk}")
+        if not (self.tau >= 0 and self.tau_fp32 >= 0):
+            raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
+
+
+class Copies(NamedTuple):
+    """Masked copies to evaluate: copy j is image `image[j]` under masks `first[j]` and `second[j]` together."""
+
+    image: Int64[Tensor, " j"]
+    first: Int64[Tensor, " j"]
+    second: Int64[Tensor, " j"]
+
+    def to(self, device: torch.device) -> Copies:
+        return self if self.image.device == device else Copies(*torch.stack(self).to(device, non_blocking=True))
+
+    def part(self, start: int, size: int) -> Copies:
+        return Copies(*(t[start : start + size] for t in self))
+
+
+@dataclass
+class Audit:
+    """What float32 said of the fast labels it had to decide again: how many, and how far a gap had been off."""
+
+    redone: int = 0
+    largest_change: float = 0.0
+
+    def add(self, change: Float[Tensor, " j"], *, tau: float) -> None:
+        """Each change lies below τ, or τ was measured on copies too unlike this one."""
+        self.redone += len(change)
+        change = change[change.isfinite()]  # a NaN answer is never right, so it needs no τ
+        self.largest_change = max(self.largest_change, *change.tolist(), 0.0)
+        if self.largest_change > tau:
+            raise CheckError(
+                f"the gap between two logits changed by {self.largest_change:.3g} between the fast precision and "
+                f"float32, more than the τ of {tau:.3g} that was measured before; use a higher --precision (fp32 is "
+                "always sound), and another --output"
+            )
+
+
+@dataclass
+class Runner:
+    """One classifier under one engine. `chunk` starts as the engine's and halves when memory runs out; `passes` counts
+    the masked copies evaluated."""
+
+    classifier: Classifier
+    engine: Engine
+    chunk: int = field(init=False)
+    audit: Audit = field(default_factory=Audit)
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        self.chunk = self.engine.chunk
+
+    def logits(
+        self, images: Float[Tensor, "j c h w"], *, precision: Precision | None = None
+    ) -> Float[Tensor, "j classes"]:
+        """F of at most one chunk of images, in the engine's precision or another."""
+        precision = precision or self.engine.precision
+        few = len(images) < self.chunk // 4  # padded to a whole chunk they would take longer than uncompiled
+        if not self.engine.compile or few or precision != self.engine.precision:
+            return forward(self.classifier, images, precision=precision)
+        whole = _padded(images, self.chunk)
+        return forward(self.classifier, whole, precision=precision, compiled=True)[: len(images)]
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        images: Float[Tensor, "b c h w"],
+        keep: Bool[Tensor, "n 1 h w"],
+        copies: Copies,
+        read: Callable[[Tensor, Tensor], Tensor],
+        *,
+        precision: Precision | None = None,
+    ) -> Tensor:
+        """read(F(x_b ⊙ m0 ⊙ m1), b) for every copy, a chunk at a time; the device is not waited for."""
+        fill = fill_colour(self.classifier, images)
+        copies = copies.to(images.device)
+
+        def answer(start: int, size: int) -> Tensor:
+            part = copies.part(start, size)
+            masked = occlude(images[part.image], keep[part.first] & keep[part.second], fill)
+            return read(self.logits(masked, precision=precision), part.image)
+
+        answers = self.in_chunks(len(copies.image), answer)
+        self.passes += len(copies.image)
+        return torch.cat(answers) if answers else images.new_zeros(0)
+
+    def in_chunks(self, count: int, answer: Callable[[int, int], Tensor]) -> list[Tensor]:
+        """answer(start, size) for consecutive chunks of `count` things, in smaller ones once memory has run out."""
+        answers: list[Tensor] = []
+        start = 0
+        while start < count:
+            size = min(self.chunk, count - start)
+            try:
+                answers.append(answer(start, size))
+            except (RuntimeError, MemoryError) as error:
+                if self.chunk == 1 or not out_of_memory(error):
+                    raise
+                size = 0
+            if size == 0:  # outside the handler: the error holds on to the tensors of the failed pass
+                self.shrink()
+            start += size
+        return answers
+
+    def shrink(self) -> None:
+        self.chunk = max(1, self.chunk // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """CUDA has an error of its own; the CPU allocator only says so."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _padded(images: Tensor, size: int) -> Tensor:
+    missing = size - len(images)
+    return torch.cat([images, images[-1:].expand(missing, -1, -1, -1)]) if missing > 0 else images
+
+
+def evaluate_copies(
+    classifier: Classifier,
+    images: Float[Tensor, "b c h w"],
+    keep: Bool[Tensor, "n 1 h w"],
+    copies: Copies,
+    read: Callable[[Tensor, Tensor], Tensor],
+    *,
+    engine: Engine,
+) -> Tensor:
+    """read(F(x_b ⊙ m0 ⊙ m1), b) for every copy, in the engine's chunks and precision."""
+    return Runner(classifier, engine).evaluate(images, keep, copies, read)

@@ -1,0 +1,64 @@
+"""A network's copy in another float type: faster than autocast, and never older than the network itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Fingerprint = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Twin:
+    """`network` is None where the original cannot be converted."""
+
+    network: nn.Module | None
+    seen: Fingerprint | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
+        network = copy.deepcopy(module).eval().requires_grad_(False)
+        network = network.to(dtype).to(memory_format=torch.channels_last)
+        if not _works(network, dtype, input_shape):
+            return cls(None)
+        if compiled:
+            network.compile(dynamic=False)
+        return cls(network, _fingerprint(module))
+
+    def following(self, module: nn.Module) -> nn.Module | None:
+        """The twin, with the weights that `module` has now."""
+        if self.network is None:
+            return None
+        now = _fingerprint(module)
+        if now != self.seen:
+            mine, theirs = _tensors(self.network), _tensors(module)
+            with torch.no_grad():
+                for tensor, original in zip(mine, theirs, strict=True):
+                    if tensor.device != original.device:
+                        tensor.data = tensor.data.to(original.device)
+                torch._foreach_copy_(mine, theirs)
+            self.seen = now
+        return self.network
+
+
+def _works(network: nn.Module, dtype: torch.dtype, input_shape: tuple[int, int, int]) -> bool:
+    """Some networks hold float32 constants of their own, and stumble over any other type."""
+    device = next((t.device for t in _tensors(network)), torch.device("cpu"))
+    try:
+        with torch.inference_mode():
+            network(torch.zeros(1, *input_shape, dtype=dtype, device=device))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fingerprint(module: nn.Module) -> Fingerprint:
+    """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do."""
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _tensors(module))

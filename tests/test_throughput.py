@@ -1,0 +1,74 @@
+"""The loop we compare with decides as we do, and `bench` counts what was really run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import patchproof as pp
+import reference
+from patchproof.cli import run
+from patchproof.models import load_classifier
+from patchproof.throughput import peer_certify, peer_predict, raw_rate
+
+THREAT = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
+MASKS = pp.covering_masks(THREAT, per_axis=3)
+
+
+def test_the_peer_certifies_what_the_reference_certifies(generator):
+    classifier = load_classifier("small", "random", num_classes=3, seed=2).eval()
+    images = torch.rand(20, 3, 28, 28, generator=generator)
+    defense = pp.PatchCleanser(classifier, MASKS, THREAT)
+    labels = defense.predict(images)
+    certified, passes = peer_certify(classifier, images, labels, MASKS)
+    assert torch.equal(certified, defense.certify(images, labels).certified)
+    assert int(certified.sum()) > 0
+    assert passes == 20 * 45
+    assert torch.equal(peer_predict(classifier, images, MASKS)[0], labels)
+
+
+def test_the_peer_predicts_by_the_same_rule(generator):
+    images = torch.rand(12, 1, 9, 9, generator=generator)
+    masks = pp.covering_masks(pp.PatchThreat.square(image_size=(9, 9), pixels=2), per_axis=3)
+
+    def classifier(batch):
+        return (batch.flatten(1) @ torch.arange(81 * 4).reshape(81, 4).float().remainder(5)).remainder(3)
+
+    tables = pp.two_mask_labels(classifier, images, masks).tolist()
+    found, _ = peer_predict(classifier, images, masks)
+    assert found.tolist() == [reference.predict([t[m][m] for m in range(9)], t.__getitem__) for t in tables]
+
+
+def test_a_raw_rate_is_a_rate():
+    network = load_classifier("small", "random", num_classes=3).module
+    assert raw_rate(network, torch.rand(4, 3, 28, 28), precision="bf16", seconds=0.05) > 1
+
+
+def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    arguments = ["--limit", "8", "--peer-images", "3", "--seconds", "0.05", "--batch-size", "16", "--reference"]
+    assert run(["bench", *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
+    found, shown = json.loads(path.read_text()), capsys.readouterr().out
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 8 * 45
+    assert rows["peer, certify"]["passes"] == 3 * 45
+    assert found["certified"] == 8
+    assert set(found["differ"].values()) == {0}
+    assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
+    assert "ours, early exit" in shown
+
+
+def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert run(["bench", "--limit", "8", "--peer-images", "0", "--seconds", "0.05", "--output", str(path)]) == 0
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["ours, early exit"]["passes"] < rows["ours, every pair"]["passes"]
+    assert "peer, certify" not in rows
+
+
+@pytest.mark.parametrize("arguments", [("--seconds", "0"), ("--peer-images", "-1")])
+def test_wrong_numbers_are_refused(arguments, capsys):
+    assert run(["bench", *arguments]) == 2
+    assert "must be positive" in capsys.readouterr().err

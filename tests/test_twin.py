@@ -1,0 +1,81 @@
+"""The fast copy of a network: the same function, never older than the network, and never in its way."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from patchproof.masking import forward
+from patchproof.models import ImageClassifier, load_classifier, weights_sha256
+
+
+@pytest.fixture
+def classifier() -> ImageClassifier:
+    return load_classifier("small", "random", num_classes=5, seed=3).eval()
+
+
+@pytest.fixture
+def images(generator) -> torch.Tensor:
+    return torch.rand(6, 3, 28, 28, generator=generator)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_fast_copy_answers_nearly_the_same_in_the_type_asked_for(classifier, images, precision):
+    exact, fast = forward(classifier, images), forward(classifier, images, precision=precision)
+    assert 0 < float((exact - fast).abs().max()) < 0.05 * float(exact.abs().max())
+    twin = next(iter(classifier._twins.values())).network
+    assert twin is not None
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+
+
+def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, images):
+    forward(classifier, images, precision="bf16")
+
+    def follows(what: str) -> None:
+        fresh = forward(copy.deepcopy(classifier), images, precision="bf16")
+        assert torch.equal(forward(classifier, images, precision="bf16"), fresh), what
+
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=0.5)
+    classifier.train()(images).square().sum().backward()
+    optimizer.step()
+    classifier.eval()
+    follows("optimiser and batch statistics")
+    classifier.load_state_dict({k: v * 0.5 for k, v in classifier.state_dict().items()})
+    follows("load_state_dict")
+    with torch.no_grad():
+        next(classifier.parameters()).mul_(3)
+    follows("in place")
+    weight = next(iter(classifier.module.parameters()))
+    weight.data = weight.data * 0.5
+    follows("replaced")
+
+
+def test_the_fast_copy_is_no_part_of_the_classifier(classifier, images):
+    before = weights_sha256(classifier), list(classifier.state_dict()), len(list(classifier.modules()))
+    forward(classifier, images, precision="bf16")
+    assert (weights_sha256(classifier), list(classifier.state_dict()), len(list(classifier.modules()))) == before
+    assert copy.deepcopy(classifier)._twins == {}
+    assert pickle.loads(pickle.dumps(classifier))._twins == {}
+
+
+def test_a_network_that_cannot_be_converted_runs_under_autocast(images):
+    class Stubborn(nn.Module):
+        """Holds a float32 constant of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3 * 28 * 28, 4)
+            self.constant = [torch.ones(4, 4)]
+
+        def forward(self, x):
+            return self.linear(x.flatten(1)) @ self.constant[0]
+
+    torch.manual_seed(0)
+    classifier = ImageClassifier(Stubborn(), mean=(0.5,) * 3, std=(0.2,) * 3, input_size=(28, 28), num_classes=4).eval()
+    assert classifier.lowered(torch.bfloat16) is None
+    exact, fast = forward(classifier, images), forward(classifier, images, precision="bf16")
+    assert torch.allclose(exact, fast, atol=0.1)
