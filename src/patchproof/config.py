@@ -81,6 +81,28 @@ class CertifyConfig(ModelConfig, DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttackConfig(CertifyConfig):
+    """`patchproof attack`."""
+
+    target: Literal["undefended", "defended", "both"] = "both"
+    """What to attack: the classifier alone, the defence, or both."""
+    steps: int = 40
+    """Gradient steps for each start at each place."""
+    restarts: int = 2
+    """Starts at each place: the image's own pixels, then noise."""
+    places: int = 4
+    """Places of the patch that are tried on each image."""
+    place_search: Literal["gradient", "grid", "exhaustive"] = "gradient"
+    """Where to put it: where the input gradient is largest, evenly, or everywhere (then --places does not matter)."""
+    step_size: float = 0.1
+    """Largest change of a pixel in one step; falls to zero over the steps."""
+    only_certified: Switch = False
+    """Attack the defence on certified images alone: all effort goes to disproving the certificate."""
+    seed: int = 0
+    """For random weights, and for the noise that patches start from."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictConfig(ModelConfig):
     """`patchproof predict`."""
 

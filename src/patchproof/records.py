@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.stats import beta
 
@@ -19,6 +20,9 @@ from patchproof.types import CheckError, InputError
 SCHEMA = 1
 TAIL_BYTES = 1 << 16
 ACCURACIES = ("undefended", "defended", "certified")
+ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
+
+Kind = TypeVar("Kind", bound="Record")
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,53 @@ class Record:
     @classmethod
     def parse(cls, line: str) -> Record:
         """The record of one line; ValueError if it is not one."""
-        values = json.loads(line)
-        if not isinstance(values, dict) or not set(values) <= {f.name for f in fields(cls)}:
-            raise ValueError("not a record")
-        if not isinstance(values.get("index"), int) or not isinstance(values.get("path"), str):
-            raise ValueError("a record needs an index and a path")  # noqa: TRY004
-        witness = values.get("witness")
-        if witness is not None:
-            values["witness"] = Witness(tuple(witness["masks"]), witness["label"])
-        record = cls(**values)
-        if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
-            raise ValueError("a record needs all three findings")
-        return record
+        return _parse(json.loads(line), cls)
+
+
+@dataclass(frozen=True)
+class AttackRecord(Record):
+    """A record with what attacks did to the image: is the answer still right under every patch tried?
+
+    None where nothing was tried. `place` (top, left, height, width) and `attacked_label` belong to the patch that
+    changed the defended answer. `passes` counts the copies the attacks looked at, `queries` the answers they asked for.
+    """
+
+    undefended_attacked: bool | None = None
+    attacked: bool | None = None
+    place: tuple[int, int, int, int] | None = None
+    attacked_label: int | None = None
+    passes: int = 0
+    queries: int = 0
+
+    @property
+    def broken(self) -> bool:
+        """Certified, and yet a patch changed the answer: the proof or the program is wrong."""
+        return bool(self.certified) and self.attacked is False
+
+
+def parse_record(line: str) -> Record:
+    """The record of one line, with the findings of an attack if the line has them."""
+    values = json.loads(line)
+    if not isinstance(values, dict) or "attacked" not in values:
+        return _parse(values, Record)
+    if not all(isinstance(values.get(name), bool | None) for name in ("undefended_attacked", "attacked")):
+        raise ValueError("a finding under attack is true, false or null")
+    place = values.get("place")
+    return _parse(values | {"place": None if place is None else tuple(map(int, place))}, AttackRecord)
+
+
+def _parse(values: Any, kind: type[Kind]) -> Kind:
+    if not isinstance(values, dict) or not set(values) <= {f.name for f in fields(kind)}:
+        raise ValueError("not a record")
+    if not isinstance(values.get("index"), int) or not isinstance(values.get("path"), str):
+        raise ValueError("a record needs an index and a path")  # noqa: TRY004
+    witness = values.get("witness")
+    if witness is not None:
+        values["witness"] = Witness(tuple(witness["masks"]), witness["label"])
+    record = kind(**values)
+    if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
+        raise ValueError("a record needs all three findings")
+    return record
 
 
 @dataclass(frozen=True)
@@ -96,12 +135,17 @@ def _clopper_pearson(k: int, n: int) -> tuple[float, float]:
 
 @dataclass
 class Tally:
-    """Counts over records as they come, so that fifty thousand of them take no more memory than five."""
+    """Counts over records as they come, so that fifty thousand of them take no more memory than five.
 
+    An accuracy of `names` is counted over the records that have that finding.
+    """
+
+    names: Sequence[str] = ACCURACIES
     done: int = 0
     good: int = 0
     forwards: int = 0
-    right: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCURACIES, 0))
+    right: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
 
     def add(self, records: Iterable[Record]) -> Tally:
         for record in records:
@@ -109,13 +153,15 @@ class Tally:
             if record.error is None:
                 self.good += 1
                 self.forwards += record.forwards
-                for name in ACCURACIES:
-                    self.right[name] += bool(getattr(record, name))
+                for name in self.names:
+                    finding = getattr(record, name)
+                    self.right[name] += finding is True
+                    self.known[name] += finding is not None
         return self
 
     def rates(self) -> dict[str, Rate]:
-        """The three accuracies of the records that have findings."""
-        return {name: Rate(self.right[name], self.good) for name in ACCURACIES}
+        """Each accuracy, over the records that have that finding."""
+        return {name: Rate(self.right[name], self.known[name]) for name in self.names}
 
     def results(self, *, planned: int, available: int, seconds: float) -> dict[str, Any]:
         """The content of results.json. Partial: not every image of the data set has been looked at."""
@@ -218,7 +264,7 @@ class RunFolder:
         with self.records_path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    record = Record.parse(line)
+                    record = parse_record(line)
                 except (ValueError, TypeError, KeyError) as error:
                     raise CheckError(
                         f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "

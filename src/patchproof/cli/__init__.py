@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from patchproof import __version__
+from patchproof.cli.attack import attack
 from patchproof.cli.bench import bench
 from patchproof.cli.certify import certify
 from patchproof.cli.demo import demo
@@ -25,6 +26,7 @@ from patchproof.cli.predict import predict
 from patchproof.cli.report import report
 from patchproof.cli.train import train
 from patchproof.config import (
+    AttackConfig,
     BenchConfig,
     CertifyConfig,
     DemoConfig,
@@ -40,6 +42,7 @@ from patchproof.types import InputError, PatchproofError
 CONFIGS: dict[str, type[Any]] = {
     "certify": CertifyConfig,
     "predict": PredictConfig,
+    "attack": AttackConfig,
     "demo": DemoConfig,
     "train": TrainConfig,
     "bench": BenchConfig,
@@ -54,7 +57,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, predict, report, bench, ls, doctor):
+    for command in (demo, train, certify, attack, predict, report, bench, ls, doctor):
         app.command(command)
     return app
 

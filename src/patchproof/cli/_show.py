@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ def _bar(console: Console, *, shown: bool) -> Progress:
 
 
 class RunProgress:
-    """A bar with time left and the three accuracies so far; without a terminal, a line now and then."""
+    """A bar with time left and the accuracies so far; without a terminal, a line now and then."""
 
     def __init__(self, console: Console, *, total: int, tally: Tally, verb: str = "certify") -> None:
         self.console, self.total, self.tally = console, total, tally
@@ -54,7 +54,7 @@ class RunProgress:
 
     def update(self) -> None:
         """Show what has been counted by now."""
-        words = " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.tally.rates().items())
+        words = " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.tally.rates().items() if rate.n)
         self.bar.update(self.task, completed=self.tally.done, words=words)
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
             self.console.print(f"{self.tally.done}/{self.total}  {words}")
@@ -62,8 +62,8 @@ class RunProgress:
 
 
 @contextmanager
-def run_progress(console: Console, *, total: int, tally: Tally) -> Iterator[RunProgress]:
-    progress = RunProgress(console, total=total, tally=tally)
+def run_progress(console: Console, *, total: int, tally: Tally, verb: str = "certify") -> Iterator[RunProgress]:
+    progress = RunProgress(console, total=total, tally=tally, verb=verb)
     with progress.bar:
         yield progress
 
@@ -107,20 +107,26 @@ def training_progress(console: Console, trainer: Trainer, *, shown: bool) -> Ite
 
 MEANING = {
     "undefended": "clean images, classifier alone",
+    "undefended_attacked": "attacked, classifier alone",
     "defended": "clean images, double masking",
+    "attacked": "attacked, double masking",
     "certified": "under any such patch, provably",
 }
 
 
-def results_table(results: Mapping[str, Any], *, title: str) -> Table:
+def results_table(results: Mapping[str, Any], *, title: str, names: Sequence[str] = ACCURACIES) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("accuracy")
     for name in ("images", "rate", "95% interval"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of what", style="dim")
-    for name in ACCURACIES:
+    for name in names:
         rate = Rate(results[name]["k"], results[name]["n"])
+        if not rate.n:
+            continue
         style = "bold green" if name == "certified" else None
         counts = f"{rate.k} of {rate.n}"
-        table.add_row(name, counts, percent(rate.rate), interval_text(rate), MEANING[name], style=style)
+        table.add_row(
+            name.replace("_", " "), counts, percent(rate.rate), interval_text(rate), MEANING[name], style=style
+        )
     return table

@@ -1,0 +1,190 @@
+"""Attack certified images in earnest: double masking must hold, and two defences broken on purpose must fall.
+
+    python scripts/campaign.py --weights runs/demo/greedy/checkpoint-last --minutes 20 --output campaign.json
+
+The broken ones show that the attack has teeth. One leaves out a mask, so that patches at some places are hidden by
+none; the other answers by the paper's wording ("none or more than one disagreed case: majority"). Each certifies images
+by the usual check, and gets a quarter of the time, or less if `--enough` of them break sooner; double masking gets the
+rest. Exit code 1 if a certified image of double masking breaks, or if a broken defence does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchproof.attacks import AttackPlan, attack_in_turn, defended_attacks
+from patchproof.cli._setup import Setup, checked, sample_pixels
+from patchproof.cli.certify import Run
+from patchproof.config import AttackConfig
+from patchproof.data import iterate_batches
+from patchproof.defenses import PatchCleanser
+from patchproof.defenses.patchcleanser import majority_label
+from patchproof.geometry import MaskSet
+from patchproof.masking import as_images, two_mask_labels
+from patchproof.records import dump_json
+
+Batches = Iterable[tuple[list[int], Tensor, Tensor]]
+"""(indices, images, labels)."""
+
+
+class MaskRemoved(PatchCleanser):
+    """Double masking with a mask set that need not cover the threat: its certificates mean nothing."""
+
+    def __post_init__(self) -> None:
+        """Nothing is checked."""
+
+
+class LiteralRule(PatchCleanser):
+    """Double masking that throws a confirmed label away when two copies confirm it, as the paper's wording has it."""
+
+    def predict(self, images: Tensor) -> Tensor:
+        table = two_mask_labels(self.classifier, images, self.masks, engine=self.engine)
+        first = table.diagonal(dim1=1, dim2=2)
+        majority = majority_label(first)
+        confirmed = (table == first[:, :, None]).all(dim=2) & (first != majority[:, None])
+        winner = first.gather(1, confirmed.int().argmax(dim=1, keepdim=True))[:, 0]
+        return torch.where(confirmed.sum(dim=1) == 1, winner, majority)
+
+
+def without_mask(masks: MaskSet, number: int) -> MaskSet:
+    return MaskSet(masks.image_size, masks.rects[:number] + masks.rects[number + 1 :])
+
+
+def broken_defenses(true: PatchCleanser) -> dict[str, PatchCleanser]:
+    """The central mask removed; the paper's literal rule."""
+    fewer = without_mask(true.masks, len(true.masks) // 2)
+    return {
+        "mask removed": MaskRemoved(true.classifier, fewer, true.threat, engine=true.engine),
+        "literal rule": LiteralRule(true.classifier, true.masks, true.threat, engine=true.engine),
+    }
+
+
+@dataclass
+class Tally:
+    """How many certified images were attacked and how many fell."""
+
+    seen: int = 0
+    tried: int = 0
+    broken: int = 0
+    passes: int = 0
+    queries: int = 0
+    seconds: float = 0.0
+    breaks: list[dict[str, Any]] = field(default_factory=list)
+
+
+def attack_certified(
+    defense: PatchCleanser,
+    batches: Batches,
+    *,
+    plan: AttackPlan,
+    seed: int = 0,
+    seconds: float = float("inf"),
+    enough: int | None = None,
+) -> Tally:
+    """Attack the images this defence certifies until the time is over, the images are, or `enough` are broken."""
+    tally, started = Tally(), time.monotonic()
+    attacks = defended_attacks(
+        defense.classifier, defense, defense.threat, defense.masks, plan=plan, engine=defense.engine
+    )
+    for indices, images, labels in batches:
+        rows = torch.nonzero(defense.certify(images, labels).certified)[:, 0]
+        tally.seen += len(indices)
+        if len(rows):
+            chosen = [indices[row] for row in rows.tolist()]
+            found = attack_in_turn(attacks, images[rows], labels[rows], seed=seed, indices=chosen)
+            _count(tally, found, chosen)
+        tally.seconds = round(time.monotonic() - started, 1)
+        if tally.seconds > seconds or (enough is not None and tally.broken >= enough):
+            break
+    return tally
+
+
+def _count(tally: Tally, found: Any, indices: list[int]) -> None:
+    tally.tried += len(indices)
+    tally.broken += int(found.broken.sum())
+    tally.passes += int(found.passes.sum())
+    tally.queries += int(found.queries.sum())
+    for row in torch.nonzero(found.broken)[:, 0].tolist():
+        answers = {"index": indices[row], "label": int(found.labels[row]), "answer": int(found.predictions[row])}
+        tally.breaks.append(answers | {"place": list(asdict(found.places[row]).values())})
+
+
+def image_batches(run: Run, setup: Setup, size: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    for batch in iterate_batches(run.source, setup.preprocessing, run.indices, batch_size=size, skip_bad=True):
+        if batch.indices:
+            labels = run.classes[batch.labels].to(setup.device)
+            yield batch.indices, as_images(batch.images, setup.device), labels
+
+
+def parse_arguments(tokens: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("weights", "model", "dataset", "patch", "device", "precision", "image_size", "place_search"):
+        parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(AttackConfig(), name))
+    for name in ("masks", "steps", "restarts", "places", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(AttackConfig(), name))
+    parser.add_argument("--step-size", type=float, default=AttackConfig().step_size)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--enough", type=int, default=5)
+    parser.add_argument("--images-at-once", type=int, default=16)
+    parser.add_argument("--output", type=Path, default=Path("campaign.json"))
+    return parser.parse_args(tokens)
+
+
+def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
+    own = {"minutes", "enough", "images_at_once", "output"}
+    config = AttackConfig(**{name: value for name, value in vars(arguments).items() if name not in own})
+    plan = AttackPlan(config.steps, config.restarts, config.places, config.step_size, config.place_search)
+    run, end = Run.begin(config), time.monotonic() + 60 * arguments.minutes
+    setup, _ = checked(run.setup, sample_pixels(run.source, run.setup, run.indices))
+    tallies = {}
+    for name, defense in broken_defenses(setup.defense).items():
+        tallies[name] = attack_certified(
+            defense,
+            image_batches(run, setup, arguments.images_at_once),
+            plan=plan,
+            seed=config.seed,
+            seconds=15 * arguments.minutes,
+            enough=arguments.enough,
+        )
+        show(name, tallies[name])
+    rest = image_batches(run, setup, arguments.images_at_once)
+    left = end - time.monotonic()
+    tallies["double masking"] = attack_certified(setup.defense, rest, plan=plan, seed=config.seed, seconds=left)
+    show("double masking", tallies["double masking"])
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k != "output"}
+    return {"title": run.title, "settings": settings, **{name: asdict(tally) for name, tally in tallies.items()}}
+
+
+def show(name: str, tally: Tally) -> None:
+    print(
+        f"{name}: {tally.seen} images, {tally.tried} certified and attacked, {tally.broken} broken, "
+        f"{tally.passes} passes, {tally.seconds:.0f} s",
+        flush=True,
+    )
+
+
+def main(tokens: list[str] | None = None) -> int:
+    arguments = parse_arguments(tokens)
+    results = run_campaign(arguments)
+    arguments.output.write_text(dump_json(results), encoding="utf-8")
+    toothless = [name for name in ("mask removed", "literal rule") if not results[name]["broken"]]
+    for name in toothless:
+        print(f"{name}: nothing was broken, so this campaign says little; give it more time, steps or places")
+    if results["double masking"]["broken"]:
+        print(f"double masking: certified images were broken; see {arguments.output}")
+    return 1 if toothless or results["double masking"]["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

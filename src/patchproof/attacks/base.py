@@ -1,0 +1,178 @@
+"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchproof.geometry import PatchThreat, Rect
+from patchproof.masking import Engine, Runner, clean_labels
+from patchproof.types import CheckError, Classifier, InputError
+
+
+@runtime_checkable
+class Target(Protocol):
+    """What is attacked, and the judge of every attack: any defence, or a classifier alone."""
+
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]: ...
+
+
+@dataclass(frozen=True)
+class Undefended:
+    """predict(x) = F(x)."""
+
+    classifier: Classifier
+    engine: Engine = field(default_factory=Engine)
+
+    @cached_property
+    def runner(self) -> Runner:
+        return Runner(self.classifier, self.engine)
+
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
+        return clean_labels(self.runner, images)
+
+
+@dataclass(frozen=True)
+class Patched:
+    """What an attack proposes: image b carries a patch at `places[b]`.
+
+    `passes` counts the masked copies that the classifier saw on the way, `queries` how often the target was asked.
+    """
+
+    images: Float[Tensor, "b c h w"]
+    places: tuple[Rect, ...]
+    passes: Int64[Tensor, " b"]
+    queries: Int64[Tensor, " b"]
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A proposal that kept to the rules, with the target's answers to it; `labels` are the right ones."""
+
+    images: Float[Tensor, "b c h w"]
+    places: tuple[Rect, ...]
+    labels: Int64[Tensor, " b"]
+    predictions: Int64[Tensor, " b"]
+    passes: Int64[Tensor, " b"]
+    queries: Int64[Tensor, " b"]
+
+    @property
+    def broken(self) -> Bool[Tensor, " b"]:
+        return self.predictions != self.labels
+
+    def __getitem__(self, row: int) -> Attacked:
+        """One image, as a batch of one."""
+        some = slice(row, row + 1)
+        tensors = (self.images, self.labels, self.predictions, self.passes, self.queries)
+        images, labels, predictions, passes, queries = (t[some] for t in tensors)
+        return Attacked(images, self.places[some], labels, predictions, passes, queries)
+
+
+class Attack(ABC):
+    """A subclass writes `search`. Calling it hands the result on only if each image carries one patch of the threat.
+
+    `search` works on copies, so it cannot move the images that its result is compared with; and the answers come from
+    the target itself, never from the attack.
+    """
+
+    def __init__(self, target: Target, threat: PatchThreat) -> None:
+        self.target, self.threat = target, threat
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__call__" in cls.__dict__:
+            raise TypeError(f"{cls.__name__} must not replace __call__, which checks what it returns; write `search`")
+
+    @abstractmethod
+    def search(
+        self,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        generators: Sequence[torch.Generator],
+    ) -> Patched:
+        """The strongest patch found for each image; everything random about image b is drawn from `generators[b]`."""
+
+    @final
+    def __call__(
+        self,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        *,
+        generators: Sequence[torch.Generator],
+    ) -> Attacked:
+        """Search, check, and ask the target."""
+        _check_images(images, self.threat)
+        if len(generators) != len(images):
+            raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
+        found = self.search(images.clone(), labels.clone(), generators) if len(images) else _nothing(images)
+        check_patched(images, found, self.threat, name=type(self).__name__)
+        patched = found.images.detach().clone()
+        predictions = self.target.predict(patched) if len(images) else labels.clone()
+        return Attacked(patched, found.places, labels, predictions, found.passes, found.queries + 1)
+
+
+def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:
+    """A stream of its own for every (seed, image, turn), so that no draw depends on the other images of a batch."""
+    digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: PatchThreat, *, name: str) -> None:
+    """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], and equal to x outside one rectangle of 𝓡. The first violation is named."""
+    patched = found.images
+    if not isinstance(patched, Tensor) or patched.shape != images.shape:
+        raise CheckError(f"{name} returned {_shape(patched)} for images of shape {tuple(images.shape)}")
+    if patched.dtype != images.dtype or patched.device != images.device:
+        raise CheckError(
+            f"{name} returned {patched.dtype} on {patched.device} for images of {images.dtype} on {images.device}"
+        )
+    if len(found.places) != len(images):
+        raise CheckError(f"{name} names {len(found.places)} places for {len(images)} images; each carries one patch")
+    if not bool(torch.isfinite(patched).all()):
+        raise CheckError(f"{name} returned pixels that are NaN or infinite")
+    if not bool(((patched >= 0) & (patched <= 1)).all()):
+        low, high = float(patched.min()), float(patched.max())
+        raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are in [0, 1]")
+    changed = (patched != images).any(dim=1)
+    for row, place in enumerate(found.places):
+        _check_place(changed[row], place, threat, name=f"{name}, image {row} of the batch")
+
+
+def _check_place(changed: Bool[Tensor, "h w"], place: Rect, threat: PatchThreat, *, name: str) -> None:
+    image = Rect(0, 0, *threat.image_size)
+    if (place.height, place.width) not in threat.patch_sizes:
+        allowed = " or ".join(f"{h}×{w}" for h, w in threat.patch_sizes)
+        raise CheckError(f"{name}: a patch of {place.height}×{place.width} pixels, allowed is {allowed}")
+    if not image.contains(place):
+        raise CheckError(f"{name}: {place} is not inside the image of {image.height}×{image.width}")
+    outside = changed.clone()
+    outside[place.top : place.bottom, place.left : place.right] = False
+    if bool(outside.any()):
+        row, column = torch.nonzero(outside)[0].tolist()
+        raise CheckError(
+            f"{name}: {int(outside.sum())} pixels outside {place} were changed, e.g. row {row}, column {column}"
+        )
+
+
+def _check_images(images: Tensor, threat: PatchThreat) -> None:
+    if tuple(images.shape[-2:]) != threat.image_size:
+        raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {threat.image_size}")
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
+
+
+def _nothing(images: Tensor) -> Patched:
+    none = torch.zeros(0, dtype=torch.int64, device=images.device)
+    return Patched(images.clone(), (), none, none.clone())
+
+
+def _shape(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
