@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from patchproof.checks import Drift, check_classifier
+from patchproof.checks import DRIFT_IMAGES, FAST_COPIES, Drift, check_classifier
 from patchproof.config import DataConfig, ModelConfig, TrainConfig, parse_batch_size, parse_patches, parse_size
 from patchproof.data import ImageSource, default_preprocessing, iterate_batches, open_dataset
 from patchproof.defenses import PatchCleanser
@@ -19,12 +19,6 @@ from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_thr
 from patchproof.masking import BLOCK, Engine, as_images
 from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
 from patchproof.types import CheckError, InputError, Preprocessing, Size
-
-CHECKED_IMAGES = 8
-"""How many images a classifier is checked on; each is seen clean and masked."""
-
-CALIBRATION_IMAGES = 32
-"""How many the τ of a fast precision is measured on."""
 
 
 def choose_device(name: str, *, local_rank: int | None = None) -> torch.device:
@@ -184,7 +178,8 @@ def checked(setup: Setup, pixels: torch.Tensor) -> tuple[Setup, Drift]:
 
 
 def checked_images(engine: Engine) -> int:
-    return CHECKED_IMAGES if engine.precision == "fp32" else CALIBRATION_IMAGES
+    """How many images the classifier is checked on: many, if τ is to hold for a fast precision."""
+    return DRIFT_IMAGES if engine.precision == "fp32" else FAST_COPIES
 
 
 def sample_pixels(source: ImageSource, setup: Setup, indices: Sequence[int]) -> torch.Tensor:
