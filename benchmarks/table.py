@@ -1,0 +1,93 @@
+"""The tables of benchmarks/README.md, from the JSON files in results/.
+
+python benchmarks/table.py           # write them into README.md
+python benchmarks/table.py --check   # exit with 1 if README.md holds something else
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def throughput() -> Iterator[str]:
+    """Passes a second: the bare network, the peer, ours; and what that makes."""
+    heads = (
+        "model",
+        "device",
+        "precision",
+        "images",
+        "bare network",
+        "peer",
+        "ours, every pair",
+        "of the bare network",
+    )
+    heads += ("times the peer", "with early exit: passes an image", "times the peer")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for path in sorted((HERE / "results").glob("bench-*.json")):
+        found = json.loads(path.read_text())
+        rows = {row["name"]: row for row in found["rows"]}
+        peer = rows.get("peer, certify")
+        every, early = rows["ours, every pair"], rows["ours, early exit"]
+        bare = max(found["raw_passes_per_second"].values())
+        precision = found["config"]["precision"] + (", compiled" if found["config"]["compile"] else "")
+        cells = [found["model"], found["machine"]["device"], precision, str(found["images"]), f"{bare:,.0f}"]
+        cells += [f"{peer['passes_per_second']:,.0f}" if peer else "–", f"{every['passes_per_second']:,.0f}"]
+        cells += [f"{every['passes_per_second'] / bare:.0%}", _times(every, peer)]
+        cells += [f"{early['passes'] / early['images']:.1f} of {found['pairs']}", _times(early, peer)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _times(ours: dict[str, float], peer: dict[str, float] | None) -> str:
+    return f"{ours['images_per_second'] / peer['images_per_second']:.1f}" if peer else "–"
+
+
+def greedy_steps() -> Iterator[str]:
+    """A greedy training step over its floor."""
+    yield "| model | device | precision | batch | chunk | time ratio (median) | (worst) | memory ratio |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for path in sorted((HERE / "results").glob("greedy-step-*.json")):
+        f = json.loads(path.read_text())
+        search, update = f["search_peak_bytes"], f["update_peak_bytes"]
+        memory = f"{search / update:.2f}" if search else "–"
+        cells = [f["model"], f["device"], f["precision"], str(f["batch_size"]), str(f["chunk"])]
+        cells += [f"{f['ratio']:.2f}", f"{f['ratio_worst']:.2f}", memory]
+        yield f"| {' | '.join(cells)} |"
+
+
+def memory() -> Iterator[str]:
+    """Peak memory of certify by number of images."""
+    yield "| images | peak (MiB) | seconds |"
+    yield "|---:|---:|---:|"
+    for count, cost in json.loads((HERE / "results" / "memory-cpu.json").read_text()).items():
+        yield f"| {int(count):,} | {cost['peak_bytes'] / 2**20:.0f} | {cost['seconds']:.0f} |"
+
+
+TABLES = {"throughput": throughput, "greedy-steps": greedy_steps, "memory": memory}
+
+
+def filled(text: str) -> str:
+    def block(match: re.Match[str]) -> str:
+        rows = "\n".join(TABLES[match[1]]())
+        return f"<!-- table: {match[1]} -->\n\n{rows}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", block, text, flags=re.S)
+
+
+def main() -> None:
+    readme = HERE / "README.md"
+    before = readme.read_text("utf-8")
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if before == after else "benchmarks/README.md does not hold what results/ says")
+    readme.write_text(after, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
