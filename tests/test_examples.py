@@ -29,7 +29,3 @@ def test_native_patch(capsys):
 def test_every_example_is_run_here():
     tested = {"certify_own_network.py", "native_patch.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
-
-
-def test_the_tables_of_the_benchmarks_are_those_of_their_results():
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "table.py"), "--check"], check=True)
