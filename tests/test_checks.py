@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import patchproof as pp
+from patchproof import checks
 from patchproof.checks import check_classifier
 from patchproof.types import CheckError
 
@@ -86,7 +87,7 @@ def test_a_classifier_that_says_nothing_is_refused():
 def test_a_precision_that_overflows_is_refused():
     model = linear()
     model[1].weight.data *= 1e6
-    with pytest.raises(CheckError, match="in fp16, which overflows"):
+    with pytest.raises(CheckError, match="in fp16; use a wider one"):
         check(model, engine=pp.Engine(chunk=4, precision="fp16"))
 
 
@@ -105,3 +106,22 @@ def test_the_wrong_input_size_is_refused_with_the_way_out():
     model = nn.Sequential(nn.Flatten(), nn.Linear(100, 3)).eval()
     with pytest.raises(CheckError, match=r"does not accept images of \(1, 8, 8\).*--image-size"):
         check(model)
+
+
+def test_the_tau_of_a_fast_precision_is_measured_on_pairs_of_masks():
+    pairs = checks._random_pairs(512, pp.covering_masks(THREAT, per_axis=4), checks.FAST_COPIES)
+    assert pairs.image.tolist() == list(range(512))
+    assert int((pairs.first != pairs.second).sum()) > 400
+
+
+def test_a_change_that_only_pairs_of_masks_show_raises_tau():
+    def classifier(images):
+        """In fast arithmetic the lead is off by what is hidden."""
+        hidden = (images == 0.5).float().mean(dim=(1, 2, 3))
+        off = hidden * (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
+        return torch.stack([2.0 - off, images.mean(dim=(1, 2, 3)) * 0.1, torch.zeros(len(images))], dim=1)
+
+    engine, drift = check(classifier, engine=pp.Engine(chunk=4, precision="bf16"))
+    largest = max(float(m) for m in (~MASKS.keep()).float().mean(dim=(1, 2, 3)))
+    assert drift.precision > 0.5 * largest * 1.2  # more than any one mask hides
+    assert engine.tau > checks.FAST_SAFETY * drift.precision

@@ -189,9 +189,21 @@ def test_a_truncated_last_line_is_repaired(undisturbed, tmp_path):
     assert json.loads((tmp_path / "whole" / "results.json").read_text())["images"]["done"] == 60
 
 
-def test_a_finished_run_resumed_changes_nothing(undisturbed, tmp_path):
+def test_a_finished_run_resumed_changes_nothing_and_evaluates_nothing(undisturbed, tmp_path):
     arguments, expected = undisturbed
     assert certify(*arguments, "--output", "whole", "--resume") == 0
+    assert (tmp_path / "whole" / "records.jsonl").read_bytes() == expected
+    assert json.loads((tmp_path / "whole" / "results.json").read_text())["cost"]["batch_size"] is None
+
+
+def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, tmp_path, capsys):
+    arguments, expected = undisturbed
+    path = tmp_path / "whole" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["tau"]["fp32"] /= 5
+    path.write_text(json.dumps(manifest))
+    assert certify(*arguments, "--output", "whole", "--resume") == 1
+    assert "τ(fp32)" in capsys.readouterr().err
     assert (tmp_path / "whole" / "records.jsonl").read_bytes() == expected
 
 

@@ -281,3 +281,26 @@ def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them(
     assert next(arrived)[0] == "b"
     with pytest.raises(OSError, match="disk"):
         next(arrived)
+
+
+def test_an_infinite_fast_lead_is_an_overflow_and_decided_again(masks):
+    class Overflows:
+        """In fast arithmetic label 0 wins by infinity; in float32 label 1 does."""
+
+        def __call__(self, images):
+            fast = torch.is_autocast_enabled("cpu")
+            return torch.tensor([[torch.inf, 0.0] if fast else [0.0, 1.0]]).expand(len(images), -1)
+
+    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
+    engine = pp.Engine(precision="fp16", tau=0.1)
+    defense = pp.PatchCleanser(Overflows(), masks, threat, engine=engine)
+    images = torch.zeros(2, 1, 9, 9)
+    assert defense.predict(images).tolist() == [1, 1]
+    assert defense.certify(images, torch.tensor([0, 1])).certified.tolist() == [False, True]
+    assert clean_labels(Runner(Overflows(), engine), images).tolist() == [1, 1]
+
+
+def test_an_infinite_float32_lead_certifies_nothing(masks):
+    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
+    infinite = pp.PatchCleanser(lambda x: torch.tensor([[torch.inf, 0.0]]).expand(len(x), -1), masks, threat)
+    assert not infinite.certify(torch.zeros(1, 1, 9, 9), torch.tensor([0])).certified.any()

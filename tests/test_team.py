@@ -68,9 +68,9 @@ def test_what_one_process_leaves_another_is_told(store):
 
 def test_a_process_that_fails_is_named_at_once(store):
     main, helper = teams(store, 2)
-    with pytest.raises(ZeroDivisionError), helper.at_work():
-        1 / 0  # noqa: B018
-    with pytest.raises(CheckError, match="process 1 of 2 has failed; what was finished is on disk"):
+    with pytest.raises(InputError), helper.at_work():
+        raise InputError("no such image: cat.png")
+    with pytest.raises(CheckError, match=r"process 1 of 2 has failed: no such image: cat.png \(whatever was finished"):
         list(main.gathered(PIECES, wait=True))
 
 

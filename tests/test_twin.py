@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import patchproof as pp
 from patchproof.masking import forward
 from patchproof.models import ImageClassifier, load_classifier, weights_sha256
 
@@ -52,6 +53,33 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
     weight = next(iter(classifier.module.parameters()))
     weight.data = weight.data * 0.5
     follows("replaced")
+    weight.data.mul_(-2)  # leaves no trace, so it takes a new batch of images to be seen
+    classifier.refresh()
+    follows("behind torch's back")
+    last = [name for name, part in classifier.module.named_modules() if isinstance(part, nn.Linear)][-1]
+    parent = classifier.module.get_submodule(last.rpartition(".")[0])
+    setattr(parent, last.rpartition(".")[2], nn.Linear(classifier.module.get_submodule(last).in_features, 7).eval())
+    follows("another last layer")
+
+
+def test_every_new_batch_sees_weights_changed_behind_torchs_back(classifier, images):
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=3)
+    masks = pp.covering_masks(threat, per_axis=2)
+    defense = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(precision="bf16", tau=1e9))
+    defense.predict(images)
+    for parameter in classifier.parameters():
+        parameter.data.mul_(-1)
+    fast = pp.PatchCleanser(copy.deepcopy(classifier), masks, threat, engine=pp.Engine(precision="bf16", tau=1e-9))
+    again = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(precision="bf16", tau=1e-9))
+    assert torch.equal(fast.predict(images), again.predict(images))
+
+
+def test_the_fast_copy_can_be_made_inside_inference_mode(classifier, images):
+    with torch.inference_mode():
+        forward(classifier, images, precision="bf16")
+    with torch.no_grad():
+        next(classifier.parameters()).mul_(2)
+    forward(classifier, images, precision="bf16")
 
 
 def test_the_fast_copy_is_no_part_of_the_classifier(classifier, images):

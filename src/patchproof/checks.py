@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from patchproof.geometry import MaskSet
 from patchproof.masking import (
     PARTS,
+    Copies,
     Engine,
     Runner,
     fill_colour,
@@ -83,13 +84,15 @@ def check_classifier(
     _check_mode(classifier)
     runner = Runner(classifier, engine)
     few = images[:DRIFT_IMAGES]
-    copies = _masked_copies(classifier, few, masks, len(few))
+    drawn = _random_pairs(len(few), masks, len(few), images.device)
+    keep = masks.keep(images.device)
+    copies = occlude(few[drawn.image], keep[drawn.first] & keep[drawn.second], fill_colour(classifier, images))
     logits = _try_forward(runner, copies[: engine.chunk])
     _check_shape(logits, copies[: engine.chunk], num_classes)
     drift = measure_drift(runner, torch.cat([few, copies]))
     _check_drift(drift)
     if engine.precision != "fp32":
-        drift = _compare_precisions(runner, _masked_copies(classifier, images, masks, FAST_COPIES), drift)
+        drift = _compare_precisions(runner, images, keep, _random_pairs(len(images), masks, FAST_COPIES), drift)
     tau = drift.tau if engine.precision != "fp32" else 0.0
     return replace(engine, chunk=runner.chunk, tau=tau, tau_fp32=drift.tau_fp32), drift
 
@@ -123,17 +126,23 @@ def _small_sizes(runner: Runner, images: Tensor) -> tuple[int, ...]:
     return (max(2, min(runner.chunk, len(images)) // 2 + 1),)
 
 
-def _compare_precisions(runner: Runner, copies: Float[Tensor, "j c h w"], drift: Drift) -> Drift:
+def _compare_precisions(runner: Runner, images: Tensor, keep: Tensor, copies: Copies, drift: Drift) -> Drift:
     """The fast precision against float32: in whole chunks, the copies in mixed places, and in small ones."""
     precision = runner.engine.precision
-    places = _mixed_places(max(runner.chunk, len(copies)), len(copies)).to(copies.device)
-    fast = _in_batches(runner, copies, places, precision=precision)
-    sizes = _small_sizes(runner, copies)
-    small = torch.stack([_in_batches(runner, copies, size=size, precision=precision) for size in sizes])
-    _check_finite(torch.cat([fast, *small]), f" in {precision}, which overflows; use bf16 or fp32")
-    sure = _in_batches(runner, copies)
-    change = max(_gap_change(fast, sure[places]), *(_gap_change(s, sure) for s in small))
-    return replace(drift, precision=change, copies=len(copies))
+
+    def logits(places: Tensor, precision: Precision) -> Tensor:
+        chosen = Copies(*(t[places] for t in copies))
+        return runner.evaluate(images, keep, chosen, lambda found, _: found, precision=precision)
+
+    places = _mixed_places(max(runner.chunk, len(copies.image)), len(copies.image))
+    sure = logits(torch.arange(len(copies.image)), "fp32")
+    changes = []
+    for size in (len(places), *_small_sizes(runner, images)):
+        for part in places[: 2 * len(copies.image)].split(size):
+            fast = logits(part, precision)
+            _check_finite(fast, f" in {precision}; use a wider one: fp32, or bf16 if this is fp16")
+            changes.append(_gap_change(fast, sure[part.to(sure.device)]))
+    return replace(drift, precision=max(changes), copies=len(copies.image))
 
 
 def _gap_change(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> float:
@@ -195,14 +204,10 @@ def _check_drift(drift: Drift) -> None:
         )
 
 
-def _masked_copies(classifier: Classifier, images: Tensor, masks: MaskSet, count: int) -> Tensor:
-    """`count` copies of the images in turn, each under two masks drawn at random; the first ones under one mask."""
-    keep = masks.keep(images.device)
+def _random_pairs(images: int, masks: MaskSet, count: int, device: torch.device | str = "cpu") -> Copies:
+    """`count` copies of the images in turn, each under two masks drawn at random."""
     drawn = torch.randint(len(masks), (2, count), generator=torch.Generator().manual_seed(1))
-    drawn[:, : len(images)] = torch.arange(min(len(images), count)) % len(masks)
-    first, second = drawn.to(images.device)
-    turn = torch.arange(count, device=images.device) % len(images)
-    return occlude(images[turn], keep[first] & keep[second], fill_colour(classifier, images))
+    return Copies(torch.arange(count) % images, drawn[0], drawn[1]).to(torch.device(device))
 
 
 def _try_forward(runner: Runner, images: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from patchproof.types import CheckError, InputError
+from patchproof.types import CheckError, InputError, PatchproofError
 
 BEAT_SECONDS = 2.0
 DEAD_AFTER_SECONDS = 60.0
@@ -29,7 +29,7 @@ GONE = 2**40
 """Subtracted from the signs of life of a process that has finished in order."""
 
 UNREACHABLE = (torch.distributed.DistError, ConnectionError)
-CONTINUE = "what was finished is on disk, continue with --resume on any number of processes"
+CONTINUE = "whatever was finished is on disk: continue with --resume on any number of processes"
 
 
 @dataclass
@@ -115,7 +115,8 @@ class Team:
         """No process has failed, and every one that has not finished has shown a sign of life lately."""
         assert self.store is not None
         if self.store.check(["failed"]):
-            raise CheckError(f"process {self.store.get('failed').decode()} of {self.size} has failed; {CONTINUE}")
+            failed = json.loads(self.store.get("failed"))
+            raise CheckError(f"process {failed['rank']} of {self.size} has failed: {failed['reason']} ({CONTINUE})")
         for rank in set(range(self.size)) - {self.rank}:
             count, now = self.store.add(f"beat/{rank}", 0), time.monotonic()
             before, since = self._beats.setdefault(rank, (count, now))
@@ -146,9 +147,10 @@ class Team:
         beating.start()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            reason = str(error) if isinstance(error, PatchproofError) else type(error).__name__
             with suppress(*UNREACHABLE):
-                self.store.set("failed", str(self.rank))
+                self.store.set("failed", json.dumps({"rank": self.rank, "reason": reason}))
             raise
         finally:
             over.set()

@@ -155,6 +155,7 @@ class Memory:
 
     device: torch.device
     held: int = 0
+    peak: int = 0
 
     def __enter__(self) -> Memory:
         if self.device.type == "cuda":
@@ -165,12 +166,10 @@ class Memory:
 
     def __exit__(self, *_: object) -> None:
         _wait(self.device)
-
-    @property
-    def peak(self) -> int:
-        if self.device.type != "cuda":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return torch.cuda.max_memory_allocated(self.device) - self.held
+        if self.device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self.device) - self.held
+        else:
+            self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 __all__ = ["PEER_BATCH", "Memory", "Timed", "peer_certify", "peer_predict", "raw_rate", "timed"]

@@ -83,6 +83,7 @@ def identity(config: CertifyConfig, setup: Setup, source: ImageSource, indices: 
         "patch_sizes": _plain(setup.threat.patch_sizes),
         "masks": masks_in_words(setup.masks),
         "precision": setup.engine.precision,
+        "compile": setup.engine.compile,
         "device": setup.device.type,
         "exhaustive": config.exhaustive,
     }

@@ -20,6 +20,9 @@ from patchproof.masking import BLOCK, Engine, as_images
 from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
 from patchproof.types import CheckError, InputError, Preprocessing, Size
 
+CHECKED_FLOATS = 1 << 29
+"""Images to check the classifier on take at most so many numbers: two gigabytes."""
+
 
 def choose_device(name: str, *, local_rank: int | None = None) -> torch.device:
     """The device asked for, if this machine has it; with several processes, each its own GPU."""
@@ -82,7 +85,8 @@ def open_classifier(
 def choose_workers(config: DataConfig) -> int:
     """Threads that decode images."""
     if config.workers is None:
-        return max(1, min(16, (os.cpu_count() or 2) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return max(1, min(16, (os.cpu_count() or 2) // max(1, int(processes) if processes.isdigit() else 1)))
     if config.workers < 1:
         raise InputError(f"--workers must be at least 1, not {config.workers}")
     return config.workers
@@ -177,14 +181,15 @@ def checked(setup: Setup, pixels: torch.Tensor) -> tuple[Setup, Drift]:
     return replace(setup, engine=engine), drift
 
 
-def checked_images(engine: Engine) -> int:
-    """How many images the classifier is checked on: many, if τ is to hold for a fast precision."""
-    return DRIFT_IMAGES if engine.precision == "fp32" else FAST_COPIES
+def checked_images(engine: Engine, image_size: Size) -> int:
+    """How many images the classifier is checked on: many, if τ is for a fast precision, but no more than fit."""
+    fitting = max(DRIFT_IMAGES, CHECKED_FLOATS // (3 * image_size[0] * image_size[1]))
+    return DRIFT_IMAGES if engine.precision == "fp32" else min(FAST_COPIES, fitting)
 
 
 def sample_pixels(source: ImageSource, setup: Setup, indices: Sequence[int]) -> torch.Tensor:
     """A few readable images, from all over the run, to check the classifier on."""
-    wanted = checked_images(setup.engine)
+    wanted = checked_images(setup.engine, setup.masks.image_size)
     spread = [indices[i * len(indices) // wanted] for i in range(min(wanted, len(indices)))]
     for candidates in (spread, indices):
         for batch in iterate_batches(source, setup.preprocessing, candidates, batch_size=wanted, skip_bad=True):

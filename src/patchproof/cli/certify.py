@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +34,12 @@ from patchproof.data import Batch, ImageSource, load_groups, spread_indices
 from patchproof.evaluation import evaluate_batch
 from patchproof.masking import Audit, images_ahead
 from patchproof.models import match_labels
-from patchproof.records import Record, RunFolder, Tally, checked_prefix
+from patchproof.records import Record, RunFolder, Tally, checked_prefix, read_json
 from patchproof.team import Team, join_team
 from patchproof.types import CheckError, PatchproofError
+
+TAU_MAY_GROW = 2.0
+"""The safety factors of τ are several times this."""
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
@@ -66,7 +69,7 @@ def show(run: Run, results: dict[str, Any]) -> None:
     cost, redone = results["cost"], results["audit"]["redone"]
     again = f", {redone / max(1, cost['forwards']):.1%} of them to decide again in float32" if redone else ""
     stdout.print(f"{cost['forwards_per_image']:.1f} masked passes an image{again}, {cost['seconds']:.0f} s")
-    if cost["batch_size"] and cost["batch_size"] < run.setup.engine.chunk:
+    if cost["batch_size"] and cost["batch_size"] < read_json(run.folder.manifest_path)["batch_size"]:
         stdout.print(f"memory ran out; went on with {cost['batch_size']} masked copies at once (--batch-size)")
     stdout.print(f"records, manifest and results: {escape(str(run.folder.path))}", soft_wrap=True)
 
@@ -121,6 +124,7 @@ class Run:
             return {}
         agree(self.team, current)
         with self.folder.open(current, resume=self.config.resume) as stored:
+            refuse_larger_tau(stored, current, where=self.folder.path)
             explicit = parse_batch_size(self.config.batch_size) is not None
             engine = stored_engine(stored, chunk=current["batch_size"] if explicit else None)
             found = checked_prefix(self.folder.each_record(), self.indices, self.source.path, where=self.folder.path)
@@ -170,7 +174,8 @@ class Pieces:
 
     @property
     def todo(self) -> range:
-        return range(self.done // self.size, -(-len(self.run.indices) // self.size))
+        end = -(-len(self.run.indices) // self.size)
+        return range(self.done // self.size if self.done < len(self.run.indices) else end, end)
 
     def records(self, cost: Cost) -> Iterator[list[Record]]:
         """On the main process: the records that are missing, in order, whoever finds them."""
@@ -257,6 +262,17 @@ class Cost:
         self.redone += answer["audit"]["redone"]
         self.largest_change = max(self.largest_change, answer["audit"]["largest_change"])
         self.batch_size = min(self.batch_size or answer["batch_size"], answer["batch_size"])
+
+
+def refuse_larger_tau(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
+    """A run goes on with the τ it began with, as long as what is measured now is not far from it."""
+    for kind in ("fast", "fp32"):
+        before, now = stored.get("tau", {}).get(kind, 0.0), current["tau"][kind]
+        if now > TAU_MAY_GROW * before:
+            raise CheckError(
+                f"{where} was begun with τ({kind}) = {before:.3g}, but here and now it would be {now:.3g}: another "
+                "device, torch or --batch-size; go on where it was begun, or choose another --output"
+            )
 
 
 def agree(team: Team, current: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ class Views:
             with contextlib.suppress(PatchproofError):
                 setup, image = self.read(file)
                 pixels.append(image)
-            if setup and len(pixels) == checked_images(setup.engine):
+            if setup and len(pixels) == checked_images(setup.engine, setup.masks.image_size):
                 break
         if setup:
             engine = checked(setup, torch.stack(pixels))[0].engine

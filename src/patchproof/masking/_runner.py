@@ -62,10 +62,12 @@ class Audit:
     redone: int = 0
     largest_change: float = 0.0
 
-    def add(self, change: Float[Tensor, " j"], *, tau: float) -> None:
-        """Each change lies below τ, or τ was measured on copies too unlike this one."""
-        self.redone += len(change)
-        change = change[change.isfinite()]  # a NaN answer is never right, so it needs no τ
+    def add(self, label: Tensor, gap: Tensor, sure_label: Tensor, sure_gap: Tensor, *, tau: float) -> None:
+        """Fast labels and gaps beside those of float32. Each change lies below τ, or τ was measured on copies too
+        unlike this one."""
+        self.redone += len(gap)
+        change = (gap - torch.where(sure_label == label, sure_gap, -sure_gap)).abs()
+        change = change[change.isfinite()]  # an overflow or NaN never counts, so it needs no τ
         self.largest_change = max(self.largest_change, *change.tolist(), 0.0)
         if self.largest_change > tau:
             raise CheckError(
@@ -88,6 +90,13 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.chunk = self.engine.chunk
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Have the classifier's fast form take over its weights, however they were changed."""
+        refresh = getattr(self.classifier, "refresh", None)
+        if refresh is not None:
+            refresh()
 
     def logits(
         self, images: Float[Tensor, "j c h w"], *, precision: Precision | None = None
@@ -157,8 +166,9 @@ class Runner:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """CUDA has an error of its own; the CPU allocator only says so."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """CUDA has an error of its own; its libraries and the CPU's allocator only say so."""
+    said = any(words in str(error) for words in ("can't allocate memory", "ALLOC_FAILED", "CUDA error: out of memory"))
+    return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _padded(images: Tensor, size: int) -> Tensor:

@@ -27,15 +27,24 @@ def clean_labels(runner: Runner, images: Float[Tensor, "b c h w"]) -> Int64[Tens
         return torch.zeros(0, dtype=torch.int64, device=images.device)
     fixed = runner.fixed(images)
     label, gap = torch.cat(runner.in_chunks(len(images), answer, fixed=fixed), dim=1)
-    again = torch.nonzero(~(gap >= runner.engine.tau))[:, 0]
+    again = torch.nonzero(~decided(gap, runner.engine.tau))[:, 0]
     if runner.engine.precision != "fp32" and len(again):
         unsure = images[again]
 
         def decide(start: int, size: int) -> Tensor:
-            return top_two(runner.logits(unsure[start : start + size], precision="fp32"))[0].float()
+            logits = runner.logits(unsure[start : start + size], precision="fp32")
+            return torch.stack(_label_and_gap(logits))
 
-        label[again] = torch.cat(runner.in_chunks(len(again), decide, fixed=fixed))
+        fast = label[again], gap[again]
+        sure = torch.cat(runner.in_chunks(len(again), decide, fixed=fixed), dim=1)
+        runner.audit.add(*fast, *sure, tau=runner.engine.tau)
+        label[again] = sure[0]
     return label.long()
+
+
+def decided(gap: Float[Tensor, "*j"], tau: float) -> Bool[Tensor, "*j"]:
+    """Does a fast label lead by enough? An infinite lead is an overflow, and no lead at all."""
+    return (gap >= tau) & gap.isfinite()
 
 
 def _label_and_gap(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,6 +72,7 @@ class TwoMaskTable:
                 f"the images are {tuple(self.images.shape[-2:])}, the masks are for {self.masks.image_size}; "
                 "resize the images, or build the threat and masks for their size"
             )
+        self.runner.refresh()
         unions = self.masks.unions
         shape = len(self.images), len(unions)
         self.keep = self.masks.keep(self.images.device)
@@ -93,7 +103,7 @@ class TwoMaskTable:
         self._pass(image, union, precision=engine.precision)
         self.known[image, union] = True
         if engine.precision != "fp32":
-            again = ~(self.gap[image, union] >= engine.tau)
+            again = ~decided(self.gap[image, union], engine.tau)
             self._decide_again(image[again], union[again])
 
     def evaluate_all(self) -> None:
@@ -103,10 +113,9 @@ class TwoMaskTable:
 
     def _decide_again(self, image: Tensor, union: Tensor) -> None:
         """In float32; how far the fast gap was off is noted, and must not contradict τ."""
-        label, gap = self.label[image, union], self.gap[image, union]
+        fast = self.label[image, union], self.gap[image, union]
         self._pass(image, union, precision="fp32")
-        sure = torch.where(self.label[image, union] == label, 1, -1) * self.gap[image, union]
-        self.runner.audit.add((gap - sure).abs(), tau=self.runner.engine.tau)
+        self.runner.audit.add(*fast, self.label[image, union], self.gap[image, union], tau=self.runner.engine.tau)
 
     def _pass(self, image: Tensor, union: Tensor, *, precision: Precision) -> None:
         if not len(image):
@@ -188,7 +197,7 @@ class TwoMaskTable:
         if not sure:
             return same
         gap = self.gap[image, union]
-        return same & (gap > 0) & (gap >= self.runner.engine.tau_fp32)  # a tie is no lead, whatever τ
+        return same & (gap > 0) & decided(gap, self.runner.engine.tau_fp32)  # a tie is no lead, whatever τ
 
 
 def two_mask_labels(

@@ -87,11 +87,16 @@ class ImageClassifier(nn.Module):
         None where the network cannot be converted; autocast may still run it.
         """
         key = dtype, compiled
-        if key not in self._twins:
+        if key not in self._twins or not self._twins[key].resembles(self.module):
             shape = len(self.fill), *self.input_size
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
         twin = self._twins[key].following(self.module)
         return None if twin is None else lambda images: twin(self.normalised(images).to(dtype))
+
+    def refresh(self) -> None:
+        """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
+        for twin in self._twins.values():
+            twin.seen = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the twins: a copy of a classifier makes its own."""

@@ -1,4 +1,4 @@
-"""A network's copy in another float type: faster than autocast, and never older than the network itself."""
+"""A network's copy in another float type: faster than autocast, with the weights that the network has."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ import torch
 from torch import Tensor, nn
 
 Fingerprint = tuple[tuple[int, int], ...]
+Structure = tuple[tuple[int, str], ...]
 
 
 @dataclass
 class Twin:
-    """`network` is None where the original cannot be converted."""
+    """`network` is None where the original cannot be converted.
+
+    It follows the original's tensors: those written to are seen by themselves, whatever else was done to them (`.data`)
+    once `seen` is None. Replaced modules make a new twin. Only a plain attribute changed later goes unnoticed.
+    """
 
     network: nn.Module | None
+    structure: Structure
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
-        network = copy.deepcopy(module).eval().requires_grad_(False)
-        network = network.to(dtype).to(memory_format=torch.channels_last)
+        with torch.inference_mode(False):
+            network = copy.deepcopy(module).eval().requires_grad_(False)
+            network = network.to(dtype).to(memory_format=torch.channels_last)
         if not _works(network, dtype, input_shape):
-            return cls(None)
+            return cls(None, _structure(module))
         if compiled:
             network.compile(dynamic=False)
-        return cls(network, _fingerprint(module))
+        return cls(network, _structure(module), _fingerprint(module))
+
+    def resembles(self, module: nn.Module) -> bool:
+        """Is it still a copy of this network, but for its weights?"""
+        return self.structure == _structure(module)
 
     def following(self, module: nn.Module) -> nn.Module | None:
         """The twin, with the weights that `module` has now."""
@@ -35,7 +46,7 @@ class Twin:
         now = _fingerprint(module)
         if now != self.seen:
             mine, theirs = _tensors(self.network), _tensors(module)
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for tensor, original in zip(mine, theirs, strict=True):
                     if tensor.device != original.device:
                         tensor.data = tensor.data.to(original.device)
@@ -50,9 +61,15 @@ def _works(network: nn.Module, dtype: torch.dtype, input_shape: tuple[int, int, 
     try:
         with torch.inference_mode():
             network(torch.zeros(1, *input_shape, dtype=dtype, device=device))
-    except RuntimeError:
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AssertionError, ValueError):
         return False
     return True
+
+
+def _structure(module: nn.Module) -> Structure:
+    return tuple((id(part), type(part).__name__) for part in module.modules())
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
@@ -60,5 +77,5 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _fingerprint(module: nn.Module) -> Fingerprint:
-    """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do."""
+    """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do; not with `.data`."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _tensors(module))
