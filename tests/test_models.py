@@ -33,6 +33,7 @@ from patchproof.models import (
     settled,
     weights_sha256,
 )
+from patchproof.seals import sealed
 from patchproof.types import CheckError, InputError
 
 NAMES = tuple("abcdefghij")
@@ -751,7 +752,7 @@ def test_a_wrong_description_is_refused(
 ) -> None:
     save_checkpoint(small, tmp_path / "c")
     path = tmp_path / "c" / "classifier.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
     with pytest.raises(InputError, match=message):
         load_checkpoint(tmp_path / "c")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from patchproof.records import Rate, Record, RunFolder, Witness, checked_prefix, rates, summarize, write_atomically
+from patchproof.seals import sealed
 from patchproof.types import CheckError, InputError
 
 MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "masks": [1, 2]}}
@@ -151,7 +152,7 @@ def test_a_resumed_run_keeps_the_first_manifest(tmp_path):
     begin(folder, [])
     with folder.open(MANIFEST | {"device": "another"}, resume=True) as stored:
         assert "device" not in stored
-    assert json.loads(folder.manifest_path.read_text()) == MANIFEST
+    assert json.loads(folder.manifest_path.read_text()) == sealed(MANIFEST)
 
 
 def test_another_schema_is_refused(tmp_path):
