@@ -373,6 +373,7 @@ def test_the_offline_switch_is_put_back(cached_hub: Callable[..., None]) -> None
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".ckpt"])
 def test_files_load(small: ImageClassifier, tmp_path: Path, suffix: str) -> None:
     path = save_state(tmp_path / f"w{suffix}", small.module.state_dict())
+    save_checkpoint(small, tmp_path / "c")
     loaded = load_classifier("small", path, class_names=NAMES)
     assert weights_sha256(loaded) == weights_sha256(small) == checkpoint_sha256(tmp_path / "c")
     assert loaded.source == f"file {path}"
