@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from scipy.stats import beta
 
@@ -341,16 +341,9 @@ class RunFolder:
 
     def _drop_unfinished_line(self) -> None:
         with self.records_path.open("r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            tail = b""
-            while end and b"\n" not in tail:
-                start = max(0, end - TAIL_BYTES)
-                file.seek(start)
-                tail = file.read(end - start)
-                if b"\n" not in tail:
-                    end = start
-            finished = end - len(tail) + tail.rfind(b"\n") + 1 if tail else 0
-            if finished != file.seek(0, os.SEEK_END):
+            size = file.seek(0, os.SEEK_END)
+            finished = _end_of_last_line(file, size)
+            if finished != size:
                 file.truncate(finished)
 
     def append(self, records: Iterable[Record]) -> None:
@@ -429,6 +422,18 @@ def write_atomically(path: Path, content: str) -> None:
 
 def _part(path: Path) -> Path:
     return path.with_name(path.name + ".part")
+
+
+def _end_of_last_line(file: BinaryIO, end: int) -> int:
+    """The position after the last line break before `end`; 0 where there is none."""
+    while end:
+        start = max(0, end - TAIL_BYTES)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -72,7 +72,7 @@ def checkpoint_extra(folder: Path) -> dict[str, Any]:
 
 def settled(folder: Path) -> Path:
     """Where the checkpoint `folder` is: itself, or beside it where a kill came between the two renames of a save."""
-    previous = _beside(folder.resolve(), "previous")
+    previous = _beside(Path(os.path.realpath(folder)), "previous")  # Path.resolve fails on links that form a loop
     return previous if previous.is_dir() and not folder.exists() else folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,12 +155,16 @@ def _read_safetensors(path: Path) -> State:
 
 def _read_torch(path: Path) -> Any:
     try:
+        if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
+            raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} was refused: it is damaged or holds more than tensors, and a pickle can run code when loaded; "
             "save only the state dict (torch.save(model.state_dict(), …)) or a .safetensors file"
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # torch's reader raises whatever it trips over in a damaged file
         raise InputError(f"{path} is damaged or cut short ({first_line(error)}); copy or save it again") from error
 

@@ -90,6 +90,9 @@ def search_passes(manifest: Mapping[str, Any]) -> int | None:
 
 def load_runs(folders: Sequence[Path]) -> tuple[list[CertifyRun], list[TrainRun]]:
     """Each folder once, in the order given; one that holds no run is an InputError."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(_no_run(folder))
     unique = list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
     names = short_names(unique)
     loaded = [_load(folder, names[folder]) for folder in unique]
