@@ -114,6 +114,35 @@ def test_a_last_line_cut_short_is_repaired_and_the_others_are_kept(tmp_path, cut
     assert folder.records_path.read_bytes() == content
 
 
+def test_reading_alone_leaves_a_line_being_written_as_it_is(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0), record(1)])
+    written = folder.records_path.read_bytes()[:-9]
+    folder.records_path.write_bytes(written)
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+    assert folder.records(repair=False) == [record(0)]
+    assert {path: path.read_bytes() for path in folder.path.iterdir()} == before
+
+
+def test_a_first_line_cut_short_leaves_no_record_and_can_be_written_again(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0)])
+    content = folder.records_path.read_bytes()
+    folder.records_path.write_bytes(content[:20])
+    assert folder.records() == []
+    folder.append([record(0)])
+    assert (folder.records_path.read_bytes(), folder.records()) == (content, [record(0)])
+
+
+def test_a_run_without_checksums_is_read_and_gets_them(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0), record(1)])
+    sums = folder.sums_path.read_bytes()
+    folder.sums_path.unlink()
+    assert folder.records() == [record(0), record(1)]
+    assert folder.sums_path.read_bytes() == sums
+
+
 def test_a_damaged_line_is_refused_with_its_number_and_nothing_is_changed(tmp_path):
     folder = RunFolder(tmp_path / "run")
     begin(folder, [record(0), record(1), record(2)])
