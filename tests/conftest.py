@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,9 +18,39 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from faults import Server  # noqa: E402
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("patchproof")
+
+
+Survived = Callable[..., None]
+
+
+@pytest.fixture
+def survived(record_property: Callable[[str, object], None]) -> Survived:
+    """Count what a test has put the program through; the counts are printed at the end of the session."""
+    return lambda kind, count=1, group="faults survived": record_property(f"{group}: {kind}", count)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """`faults survived: 64 SIGKILL, 20 SIGTERM`, from the tests that passed on any worker."""
+    groups: dict[str, Counter[str]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, count in report.user_properties:
+            group, _, kind = name.partition(": ")
+            groups.setdefault(group, Counter())[kind] += count
+    for group, counts in sorted(groups.items()):
+        words = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+        terminalreporter.write_line(f"{group}: {words}")
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from patchproof.models import (
     settled,
     weights_sha256,
 )
+from patchproof.seals import sealed
 from patchproof.types import CheckError, InputError
 
 NAMES = tuple("abcdefghij")
@@ -372,6 +373,7 @@ def test_the_offline_switch_is_put_back(cached_hub: Callable[..., None]) -> None
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".ckpt"])
 def test_files_load(small: ImageClassifier, tmp_path: Path, suffix: str) -> None:
     path = save_state(tmp_path / f"w{suffix}", small.module.state_dict())
+    save_checkpoint(small, tmp_path / "c")
     loaded = load_classifier("small", path, class_names=NAMES)
     assert weights_sha256(loaded) == weights_sha256(small) == checkpoint_sha256(tmp_path / "c")
     assert loaded.source == f"file {path}"
@@ -751,7 +753,7 @@ def test_a_wrong_description_is_refused(
 ) -> None:
     save_checkpoint(small, tmp_path / "c")
     path = tmp_path / "c" / "classifier.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
     with pytest.raises(InputError, match=message):
         load_checkpoint(tmp_path / "c")
 

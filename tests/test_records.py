@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from patchproof.records import Rate, Record, RunFolder, Witness, checked_prefix, rates, summarize, write_atomically
+from patchproof.seals import sealed
 from patchproof.types import CheckError, InputError
 
 MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "masks": [1, 2]}}
@@ -113,6 +114,35 @@ def test_a_last_line_cut_short_is_repaired_and_the_others_are_kept(tmp_path, cut
     assert folder.records_path.read_bytes() == content
 
 
+def test_reading_alone_leaves_a_line_being_written_as_it_is(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0), record(1)])
+    written = folder.records_path.read_bytes()[:-9]
+    folder.records_path.write_bytes(written)
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+    assert folder.records(repair=False) == [record(0)]
+    assert {path: path.read_bytes() for path in folder.path.iterdir()} == before
+
+
+def test_a_first_line_cut_short_leaves_no_record_and_can_be_written_again(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0)])
+    content = folder.records_path.read_bytes()
+    folder.records_path.write_bytes(content[:20])
+    assert folder.records() == []
+    folder.append([record(0)])
+    assert (folder.records_path.read_bytes(), folder.records()) == (content, [record(0)])
+
+
+def test_a_run_without_checksums_is_read_and_gets_them(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0), record(1)])
+    sums = folder.sums_path.read_bytes()
+    folder.sums_path.unlink()
+    assert folder.records() == [record(0), record(1)]
+    assert folder.sums_path.read_bytes() == sums
+
+
 def test_a_damaged_line_is_refused_with_its_number_and_nothing_is_changed(tmp_path):
     folder = RunFolder(tmp_path / "run")
     begin(folder, [record(0), record(1), record(2)])
@@ -151,7 +181,7 @@ def test_a_resumed_run_keeps_the_first_manifest(tmp_path):
     begin(folder, [])
     with folder.open(MANIFEST | {"device": "another"}, resume=True) as stored:
         assert "device" not in stored
-    assert json.loads(folder.manifest_path.read_text()) == MANIFEST
+    assert json.loads(folder.manifest_path.read_text()) == sealed(MANIFEST)
 
 
 def test_another_schema_is_refused(tmp_path):

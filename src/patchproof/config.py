@@ -15,6 +15,11 @@ from cyclopts import Parameter
 from patchproof.geometry import square_side
 from patchproof.types import InputError, Precision, Size
 
+CONFIG_BYTES = 100_000
+
+# PyYAML's constructors raise whatever a value such as `!!int x` or a month 13 trips over.
+_YAML_FAILURES = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
 Switch = Annotated[bool, Parameter(negative=())]
 
 
@@ -239,12 +244,7 @@ class ReportConfig:
 
 def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
     """The settings in a YAML file; an unknown key is an error that names the nearest one."""
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    content = _read_yaml(path)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -252,9 +252,35 @@ def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
     values = {_known_key(str(key), kind, path): value for key, value in content.items() if value is not None}
     whole = {f.name for f in fields(kind) if str(f.type).startswith("int")}
     for name, value in values.items():
+        if not isinstance(value, str | int | float):
+            raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
         if name in whole and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")
     return values
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Makes no objects, and follows no aliases: a few lines of them can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed in settings")
+        return super().compose_node(parent, index)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES + 1)
+        if len(text) > CONFIG_BYTES:
+            raise InputError(f"{path} has more than the {CONFIG_BYTES:,} bytes that settings may have")
+        return yaml.load(text.decode("utf-8"), Loader=_PlainLoader)
+    except OSError as error:
+        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except InputError:
+        raise
+    except _YAML_FAILURES as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
 
 
 def _known_key(key: str, kind: type[Any], path: Path) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from scipy.stats import beta
 
+from patchproof.seals import is_whole, sealed
 from patchproof.types import CheckError, InputError
 
 SCHEMA = 1
+BEGIN_AGAIN = "restore it from a copy, or begin again with another --output"
 TAIL_BYTES = 1 << 16
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
@@ -89,7 +93,11 @@ def parse_record(line: str) -> Record:
     if not all(isinstance(values.get(name), bool | None) for name in ("undefended_attacked", "attacked")):
         raise ValueError("a finding under attack is true, false or null")
     place = values.get("place")
-    return _parse(values | {"place": None if place is None else tuple(map(int, place))}, AttackRecord)
+    record = _parse(values | {"place": None if place is None else tuple(place)}, AttackRecord)
+    _require_whole([*(record.place or ()), record.passes, record.queries, record.attacked_label or 0])
+    if len(record.place or range(4)) != 4:
+        raise ValueError("a place has four numbers")
+    return record
 
 
 def _parse(values: Any, kind: type[Kind]) -> Kind:
@@ -103,7 +111,30 @@ def _parse(values: Any, kind: type[Kind]) -> Kind:
     record = kind(**values)
     if record.error is None and not all(isinstance(getattr(record, name), bool) for name in ACCURACIES):
         raise ValueError("a record needs all three findings")
+    _require_types(record)
     return record
+
+
+def _require_types(record: Record) -> None:
+    """Everything that is counted is a number; ValueError otherwise."""
+    _require_whole([record.index, record.label, record.forwards])
+    if record.witness is not None:
+        _require_whole([*record.witness.masks, record.witness.label])
+        if len(record.witness.masks) != 2:
+            raise ValueError("a witness has two masks")
+    if record.margin is not None and not (_is_number(record.margin) and math.isfinite(record.margin)):
+        raise ValueError("a margin is a finite number")
+    if not isinstance(record.error, str | None):
+        raise ValueError("an error is words")  # noqa: TRY004
+
+
+def _require_whole(values: Iterable[Any]) -> None:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("indices, labels and counts are whole numbers")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -163,14 +194,15 @@ class Tally:
         """Each accuracy, over the records that have that finding."""
         return {name: Rate(self.right[name], self.known[name]) for name in self.names}
 
-    def results(self, *, planned: int, available: int, seconds: float) -> dict[str, Any]:
-        """The content of results.json. Partial: not every image of the data set has been looked at."""
+    def results(self, *, planned: int, available: int, seconds: float, doubts: Sequence[str] = ()) -> dict[str, Any]:
+        """The content of results.json. Partial: not every image of the data set has been looked at, or `doubts`."""
         bad = self.done - self.good
         partial = [f"{planned} of {available} images were asked for (--limit)"] if planned < available else []
         if self.done < planned:
             partial.append(f"{self.done} of {planned} images are done; continue with --resume")
         if bad:
             partial.append(f"{bad} bad images were skipped")
+        partial += doubts
         return {
             "schema": SCHEMA,
             "status": "partial" if partial else "complete",
@@ -202,6 +234,7 @@ class RunFolder:
         self.path = path
         self.manifest_path = path / "manifest.json"
         self.records_path = path / "records.jsonl"
+        self.sums_path = path / "records.crc"
         self.results_path = path / "results.json"
 
     @contextlib.contextmanager
@@ -212,7 +245,7 @@ class RunFolder:
             stored = self._stored_manifest()
             if stored is None:
                 self._refuse_foreign()
-                write_atomically(self.manifest_path, dump_json(manifest))
+                write_atomically(self.manifest_path, dump_json(sealed(manifest)))
             elif not resume:
                 raise InputError(
                     f"{self.path} already holds a run; continue it with --resume, or choose another --output"
@@ -235,63 +268,89 @@ class RunFolder:
             return None
         stored = read_json(self.manifest_path)
         if not isinstance(stored.get("identity"), dict) or not isinstance(stored.get("command"), str):
-            raise CheckError(f"{self.manifest_path} is no manifest of a run; the run folder is damaged")
+            raise CheckError(f"{self.manifest_path} is damaged: no manifest of a run; {BEGIN_AGAIN}")
+        if not is_whole(stored):
+            raise CheckError(f"{self.manifest_path} is damaged: not what was written; {BEGIN_AGAIN}")
         return stored
 
     def _refuse_foreign(self) -> None:
-        others = sorted(entry.name for entry in self.path.iterdir() if entry.name != ".lock")
+        ours = (".lock", _part(self.manifest_path).name)  # what a kill before the manifest was there has left
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
         if others:
             raise InputError(f"{self.path} holds {others[0]!r} but no manifest.json; choose another --output")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.path / ".lock").open("w") as lock:
+        with self._lock_file() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
             yield
 
-    def records(self) -> list[Record]:
-        """The finished records."""
-        return list(self.each_record())
+    def _lock_file(self) -> TextIO:
+        try:
+            return (self.path / ".lock").open("w")
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {self.path}: {error.strerror}; make room or make it writable, or choose another "
+                "--output"
+            ) from error
 
-    def each_record(self) -> Iterator[Record]:
-        """The finished records, one at a time. A last line cut short by a kill is removed from the file first."""
+    def records(self, *, repair: bool = True) -> list[Record]:
+        """The finished records."""
+        return list(self.each_record(repair=repair))
+
+    def each_record(self, *, repair: bool = True) -> Iterator[Record]:
+        """The finished records, one at a time; a last line cut short by a kill is none of them.
+
+        With `repair`, which is for the one process that has the folder open, that line is removed, and so are
+        checksums of lines that were never written.
+        """
+        sums, seen = self._sums(), []
+        for number, line in enumerate(self._lines(repair=repair), start=1):
+            seen.append(_sum(line))
+            try:
+                if seen[-1:] != sums[number - 1 : number] and number <= len(sums):
+                    raise ValueError("its checksum is another")
+                record = parse_record(line.decode("utf-8"))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise CheckError(
+                    f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
+                    "then continue with --resume"
+                ) from error
+            yield record
+        if repair and seen != sums:
+            write_atomically(self.sums_path, "".join(f"{one}\n" for one in seen))
+
+    def _lines(self, *, repair: bool) -> Iterator[bytes]:
+        """The lines that have an end."""
         if not self.records_path.exists():
             return
-        self._drop_unfinished_line()
-        with self.records_path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    record = parse_record(line)
-                except (ValueError, TypeError, KeyError) as error:
-                    raise CheckError(
-                        f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
-                        "then continue with --resume"
-                    ) from error
-                yield record
+        if repair:
+            self._drop_unfinished_line()
+        with self.records_path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+    def _sums(self) -> list[str]:
+        """The checksums of the lines, in their order; fewer than lines where the file was lost or is an older run's."""
+        try:
+            return self.sums_path.read_text("ascii", errors="replace").split("\n")[:-1]
+        except FileNotFoundError:
+            return []
 
     def _drop_unfinished_line(self) -> None:
         with self.records_path.open("r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            tail = b""
-            while end and b"\n" not in tail:
-                start = max(0, end - TAIL_BYTES)
-                file.seek(start)
-                tail = file.read(end - start)
-                if b"\n" not in tail:
-                    end = start
-            finished = end - len(tail) + tail.rfind(b"\n") + 1 if tail else 0
-            if finished != file.seek(0, os.SEEK_END):
+            size = file.seek(0, os.SEEK_END)
+            finished = _end_of_last_line(file, size)
+            if finished != size:
                 file.truncate(finished)
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add records; they are on disk when this returns."""
-        with self.records_path.open("a", encoding="utf-8") as file:
-            file.writelines(record.line() for record in records)
-            file.flush()
-            os.fsync(file.fileno())
+        """Add records; they are on disk when this returns. Their checksums come first, so that no line is without."""
+        lines = [record.line().encode() for record in records]
+        _append(self.sums_path, "".join(f"{_sum(line)}\n" for line in lines).encode())
+        _append(self.records_path, b"".join(lines))
 
     def results(self) -> dict[str, Any] | None:
         """results.json, if an earlier session got to write it."""
@@ -340,10 +399,10 @@ def _short(value: Any) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckError(f"{path} cannot be read ({error}); the run folder is damaged") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckError(f"{path} is damaged ({error}); {BEGIN_AGAIN}") from error
     if not isinstance(content, dict):
-        raise CheckError(f"{path} holds no JSON object; the run folder is damaged")
+        raise CheckError(f"{path} is damaged: no JSON object; {BEGIN_AGAIN}")
     return content
 
 
@@ -353,12 +412,39 @@ def dump_json(content: Mapping[str, Any]) -> str:
 
 def write_atomically(path: Path, content: str) -> None:
     """All of it or nothing, also when the machine stops half-way."""
-    temporary = path.with_name(path.name + ".part")
+    temporary = _part(path)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _end_of_last_line(file: BinaryIO, end: int) -> int:
+    """The position after the last line break before `end`; 0 where there is none."""
+    while end:
+        start = max(0, end - TAIL_BYTES)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def _append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sum(line: bytes) -> str:
+    return f"{zlib.crc32(line):08x}"
 
 
 def _make_folder(path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from cyclopts import App, CycloptsError
 from cyclopts.config import Dict
-from rich.console import Console
 from rich.markup import escape
 
 from patchproof import __version__
+from patchproof.cli._terminal import Console
 from patchproof.cli.attack import attack
 from patchproof.cli.bench import bench
 from patchproof.cli.certify import certify
@@ -73,6 +73,7 @@ def run(tokens: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             return 1  # one of several processes: the main one speaks
+        _hear_no_more()
         return _complain("stopped; what was finished is on disk, continue with --resume", code=1)
     except torch.OutOfMemoryError:
         return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
@@ -80,7 +81,9 @@ def run(tokens: Sequence[str]) -> int:
         return 1
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _complain(f"{error.strerror or error}{where}; what was finished is on disk", code=1)
+        return _complain(
+            f"{error.strerror or error}{where}; what was finished is on disk, a run goes on with --resume", code=1
+        )
 
 
 def _call(tokens: list[str]) -> int | None:
@@ -111,7 +114,15 @@ def _complain(message: str, *, code: int) -> int:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends a run as Ctrl-C does
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    _hear_no_more()
+    sys.exit(code)
+
+
+def _hear_no_more() -> None:
+    """The command is ending: one more stop from a scheduler changes nothing."""
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # `main` asked for it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 __all__ = ["build_app", "main", "run"]

@@ -13,12 +13,13 @@ import torch
 
 from patchproof.checks import DRIFT_IMAGES, FAST_COPIES, Drift, check_classifier
 from patchproof.config import DataConfig, ModelConfig, TrainConfig, parse_batch_size, parse_patches, parse_size
-from patchproof.data import ImageSource, default_preprocessing, iterate_batches, open_dataset
+from patchproof.data import FolderSource, ImageSource, default_preprocessing, iterate_batches, open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
 from patchproof.masking import BLOCK, Engine, as_images
 from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
-from patchproof.types import CheckError, InputError, Preprocessing, Size
+from patchproof.records import BEGIN_AGAIN
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size
 
 CHECKED_FLOATS = 1 << 29
 """Images to check the classifier on take at most so many numbers: two gigabytes."""
@@ -92,9 +93,23 @@ def choose_workers(config: DataConfig) -> int:
     return config.workers
 
 
+START_AGAIN = "put the files back as they were and begin again with another --output"
+
+
 def open_source(config: DataConfig) -> ImageSource:
     choose_workers(config)
     return open_dataset(config.dataset, data_dir=config.data_dir, split=config.split, download=config.download)
+
+
+def changes_since(listing_sha256: str, config: DataConfig, source: ImageSource) -> list[str]:
+    """What to say if a folder of images lists other paths, labels or file sizes than it did; data in memory cannot."""
+    if not isinstance(source, FolderSource):
+        return []
+    try:
+        now = open_source(config).listing_sha256()
+    except PatchproofError as error:
+        return [f"the data set changed during the run ({error}); {START_AGAIN}"]
+    return [] if now == listing_sha256 else [f"the data set changed during the run; {START_AGAIN}"]
 
 
 def choose_preprocessing(classifier: ImageClassifier, *, low_resolution: bool) -> Preprocessing:
@@ -146,8 +161,8 @@ def stored_engine(manifest: Mapping[str, Any], *, chunk: int | None) -> dict[str
     try:
         tau, tau_fp32 = float(manifest["tau"]["fast"]), float(manifest["tau"]["fp32"])
         return {"tau": tau, "tau_fp32": tau_fp32, "chunk": chunk or int(manifest["batch_size"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckError(f"manifest.json lacks τ or the batch size ({error}); the run folder is damaged") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckError(f"manifest.json lacks τ or the batch size ({error}); {BEGIN_AGAIN}") from error
 
 
 def prepare(

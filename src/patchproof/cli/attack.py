@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from patchproof.attacks import Attack, AttackPlan, defended_attacks, undefended_attacks
 from patchproof.cli._breaks import save_break
 from patchproof.cli._manifest import manifest
-from patchproof.cli._setup import Setup, checked, choose_workers, sample_pixels, stored_engine
+from patchproof.cli._setup import Setup, changes_since, checked, choose_workers, sample_pixels, stored_engine
 from patchproof.cli._show import results_table, run_progress
+from patchproof.cli._terminal import Console
 from patchproof.cli.certify import Run, default_name
 from patchproof.config import AttackConfig, parse_batch_size
 from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
 from patchproof.masking import as_images
 from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Record, RunFolder, Tally, checked_prefix
+from patchproof.types import CheckError
 
 IMAGES_AT_ONCE = 16
 
@@ -68,8 +69,8 @@ class AttackTally(Tally):
                 self.broken += [record.index] if record.broken else []
         return self
 
-    def results(self, *, planned: int, available: int, seconds: float) -> dict[str, Any]:
-        results = super().results(planned=planned, available=available, seconds=seconds)
+    def results(self, *, planned: int, available: int, seconds: float, doubts: Sequence[str] = ()) -> dict[str, Any]:
+        results = super().results(planned=planned, available=available, seconds=seconds, doubts=doubts)
         per_image = self.passes / self.good if self.good else 0.0
         results["cost"] |= {"passes": self.passes, "passes_per_image": per_image, "queries": self.queries}
         return results | {"broken": self.broken}
@@ -104,16 +105,21 @@ class AttackRun:
             setup = setup.with_engine(**stored_engine(stored, chunk=current["batch_size"] if explicit else None))
             found = checked_prefix(self.folder.each_record(), whole.indices, source.path, where=self.folder.path)
             tally, earlier = AttackTally().add(found), earlier_seconds(self.folder)
+            doubts: list[str] = []
             try:
                 with run_progress(console, total=len(whole.indices), tally=tally, verb="attack") as progress:
                     for fresh in self._records_from(setup, tally.done):
                         self.folder.append(fresh)
                         tally.add(fresh)
                         progress.update()
+                doubts = changes_since(current["identity"]["data_sha256"], self.config, source)
             finally:
                 seconds = earlier + time.monotonic() - started
-                results = tally.results(planned=len(whole.indices), available=len(source), seconds=seconds)
+                planned, available = len(whole.indices), len(source)
+                results = tally.results(planned=planned, available=available, seconds=seconds, doubts=doubts)
                 self.folder.write_results(results)
+        for doubt in doubts:
+            raise CheckError(doubt)
         return results
 
     def _records_from(self, setup: Setup, done: int) -> Iterator[list[AttackRecord]]:
@@ -173,5 +179,5 @@ def earlier_seconds(folder: RunFolder) -> float:
     """Time that earlier sessions of this run took, as far as they could write it down."""
     try:
         return float((folder.results() or {})["cost"]["seconds"])
-    except (KeyError, TypeError, ValueError):
+    except (CheckError, KeyError, TypeError, ValueError, OverflowError):
         return 0.0

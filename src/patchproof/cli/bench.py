@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from patchproof.cli._setup import (
     prepare,
     sample_pixels,
 )
+from patchproof.cli._terminal import Console
 from patchproof.config import BenchConfig, resolved
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import (
     Setup,
+    changes_since,
     checked,
     choose_workers,
     images_at_once,
@@ -29,6 +29,7 @@ from patchproof.cli._setup import (
     stored_engine,
 )
 from patchproof.cli._show import results_table, run_progress
+from patchproof.cli._terminal import Console
 from patchproof.config import CertifyConfig, parse_batch_size
 from patchproof.data import Batch, ImageSource, load_groups, spread_indices
 from patchproof.evaluation import evaluate_batch
@@ -133,20 +134,26 @@ class Run:
             earlier = cost.seconds
             self.team.tell("go", {"engine": engine, "done": tally.done})
             pieces = Pieces(self, setup.with_engine(**engine), tally.done)
+            doubts: list[str] = []
             try:
                 with run_progress(console, total=len(self.indices), tally=tally) as progress:
                     for fresh in pieces.records(cost):
                         self.folder.append(fresh)
                         tally.add(fresh)
                         progress.update()
+                doubts = changes_since(current["identity"]["data_sha256"], self.config, self.source)
             finally:
                 cost.seconds = earlier + time.monotonic() - started
-                results = self._results(tally, cost)
+                results = self._results(tally, cost, doubts)
                 self.folder.write_results(results)
+        for doubt in doubts:
+            raise CheckError(doubt)
         return results
 
-    def _results(self, tally: Tally, cost: Cost) -> dict[str, Any]:
-        results = tally.results(planned=len(self.indices), available=len(self.source), seconds=cost.seconds)
+    def _results(self, tally: Tally, cost: Cost, doubts: Sequence[str]) -> dict[str, Any]:
+        results = tally.results(
+            planned=len(self.indices), available=len(self.source), seconds=cost.seconds, doubts=doubts
+        )
         results["cost"]["batch_size"] = cost.batch_size
         results["cost"]["processes"] = self.team.size
         return results | {"audit": {"redone": cost.redone, "largest_change": cost.largest_change}}
@@ -251,11 +258,11 @@ class Cost:
     @classmethod
     def so_far(cls, folder: RunFolder) -> Cost:
         """Of earlier sessions of this run, as far as they could write it down."""
-        results = folder.results() or {}
         try:
+            results = folder.results() or {}
             cost, audit = results["cost"], results["audit"]
             return cls(float(cost["seconds"]), int(audit["redone"]), float(audit["largest_change"]))
-        except (KeyError, TypeError, ValueError):
+        except (CheckError, KeyError, TypeError, ValueError, OverflowError):
             return cls()
 
     def add(self, answer: dict[str, Any]) -> None:

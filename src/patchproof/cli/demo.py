@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._show import interval_text, percent
+from patchproof.cli._terminal import Console
 from patchproof.cli.certify import Run
 from patchproof.cli.train import TrainRun
 from patchproof.config import CertifyConfig, DemoConfig, TrainConfig

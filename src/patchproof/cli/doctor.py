@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from patchproof.checks import measure_drift
 from patchproof.cli._manifest import device_name, source_commit, versions
 from patchproof.cli._setup import choose_device
+from patchproof.cli._terminal import Console
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._show import interval_text, percent
+from patchproof.cli._terminal import Console
 from patchproof.data import DATASETS
 from patchproof.models import list_models
 from patchproof.recipes import Recipe, matching_recipes
@@ -111,7 +111,7 @@ def _run_row(folder: Path) -> list[str]:
         if manifest["command"] == "train":
             return _training_row(results)
         if results is None:
-            done = len(RunFolder(folder).records())
+            done = len(RunFolder(folder).records(repair=False))
             return [str(done), "", "", "", "", f"stopped; {done} done of {manifest['identity']['images']}"]
         found = {name: Rate(results[name]["k"], results[name]["n"]) for name in ACCURACIES}
     except (CheckError, KeyError, TypeError) as error:

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
@@ -30,6 +29,7 @@ from patchproof.cli._setup import (
     open_classifier,
     prepare,
 )
+from patchproof.cli._terminal import Console, visible
 from patchproof.config import PredictConfig, parse_patches
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
 from patchproof.defenses import Assessment
@@ -185,8 +185,8 @@ def _answer(classifier: ImageClassifier, found: Assessment, row: int, file: Path
 
 
 def printable(path: Path | str) -> str:
-    """A path for people: bytes that are no text shown as such."""
-    return os.fsencode(path).decode("utf-8", "replace")
+    """A path for people: line breaks, control characters and bytes that are no text shown as such."""
+    return visible(str(path))
 
 
 def label_name(classifier: ImageClassifier, label: int) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
+from patchproof.cli._terminal import Console
 from patchproof.config import ReportConfig
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from patchproof.cli._manifest import training_manifest
 from patchproof.cli._setup import (
+    START_AGAIN,
     choose_chunk,
     choose_device,
     choose_preprocessing,
@@ -27,16 +27,17 @@ from patchproof.cli._setup import (
     open_source,
 )
 from patchproof.cli._show import percent, results_table, training_progress
+from patchproof.cli._terminal import Console
 from patchproof.cli._validate import Validation
 from patchproof.cli.certify import Run
 from patchproof.config import CertifyConfig, TrainConfig, parse_batch_size, parse_patches
-from patchproof.data import ImageSource, open_dataset, spread_indices
+from patchproof.data import FolderSource, ImageSource, open_dataset, spread_indices
 from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.models import ImageClassifier, match_labels, replace_head, save_checkpoint
 from patchproof.recipes import find_recipe
 from patchproof.records import RunFolder, write_atomically
 from patchproof.training import Plan, paper_learning_rate, require_strategy
-from patchproof.types import InputError, Size
+from patchproof.types import CheckError, InputError, Size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -120,7 +121,9 @@ class TrainRun:
             resumed = load_training(self.folder.path / "checkpoint-last", self.trainer)
             notes = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
             log = TrainingLog(self.folder.path / "log.jsonl", writes=self.accelerator.is_main_process)
-            log.cut_after(self.trainer.step)
+            lost = log.cut_after(self.trainer.step)
+            if lost:
+                console.print(f"[yellow]note:[/] log.jsonl has lost {lost} steps; the weights do not depend on it")
             with training_progress(console, self.trainer, shown=self.accelerator.is_main_process) as progress:
                 for report in self._steps(notes):
                     log.step(report)
@@ -130,9 +133,21 @@ class TrainRun:
                         self._finish_epoch(report, notes, log, progress.console)
             results = {"schema": 1, "status": "complete", "best": notes["best"], **notes}
             if self.accelerator.is_main_process:
+                for doubt in self._changes(manifest["identity"]):
+                    raise CheckError(doubt)
                 self.folder.write_results(results)
         self.accelerator.end_training()
         return results
+
+    def _changes(self, identity: dict[str, Any]) -> list[str]:
+        """Whether the images to learn from or to validate on changed since training began."""
+        source, held_out = open_sources(self.config)
+        now = {"data_sha256": source, "validation_sha256": held_out}
+        return [
+            f"the images changed during training ({key}); {START_AGAIN}"
+            for key, images in now.items()
+            if isinstance(images, FolderSource) and images.listing_sha256() != identity[key]
+        ]
 
     def _steps(self, notes: dict[str, Any]) -> Iterator[StepReport]:
         """The reports of the run; between epochs a checkpoint is saved now and then."""
@@ -204,20 +219,21 @@ class TrainingLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
 
-    def cut_after(self, step: int) -> None:
-        """Forget the steps after the checkpoint: they will be done again."""
-        if not self.writes or not self.path.exists():
-            return
-        lines = self.path.read_text("utf-8", errors="replace").split("\n")
-        kept = [line for line in lines if _step_of(line) is not None and int(_step_of(line) or 0) <= step]
+    def cut_after(self, step: int) -> int:
+        """Forget the steps after the checkpoint: they will be done again. How many of those before it are missing."""
+        if not self.writes:
+            return 0
+        lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.exists() else []
+        kept = {line: found for line in lines if (found := _step_of(line)) is not None and 0 < found <= step}
         write_atomically(self.path, "".join(f"{line}\n" for line in kept))
+        return step - len(set(kept.values()))
 
 
 def _step_of(line: str) -> int | None:
     """The step a line is about; None for a line cut short."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 

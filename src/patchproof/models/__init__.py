@@ -1,6 +1,12 @@
 """Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
 
-from patchproof.models._checkpoint import checkpoint_architecture, checkpoint_extra, save_checkpoint, settled
+from patchproof.models._checkpoint import (
+    checkpoint_architecture,
+    checkpoint_extra,
+    file_sha256,
+    save_checkpoint,
+    settled,
+)
 from patchproof.models._classifier import ImageClassifier
 from patchproof.models._identity import checkpoint_sha256, classifier_summary, match_labels, weights_sha256
 from patchproof.models._load import load_checkpoint, load_classifier, replace_head
@@ -13,6 +19,7 @@ __all__ = [
     "checkpoint_extra",
     "checkpoint_sha256",
     "classifier_summary",
+    "file_sha256",
     "list_models",
     "load_checkpoint",
     "load_classifier",

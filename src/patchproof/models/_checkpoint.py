@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,12 +12,12 @@ from typing import Any, get_args
 
 from patchproof.models._classifier import ImageClassifier, settings
 from patchproof.models._own import is_own
-from patchproof.models._state import first_line, write_state
+from patchproof.models._state import MOST_CLASSES, State, first_line, read_state, write_state
 from patchproof.models._timm import RESERVED_ARGS
+from patchproof.seals import is_whole, sealed
 from patchproof.types import InputError, Interpolation
 
 SCHEMA = 1
-MOST_CLASSES = 1_000_000
 WEIGHTS, RECORD = "model.safetensors", "classifier.json"
 
 
@@ -35,7 +36,7 @@ def save_checkpoint(
     a kill at any moment leaves the old checkpoint or the new one: readers here know where the old one waits meanwhile.
     """
     folder = Path(folder).resolve()
-    record = _to_json(classifier, extra)
+    record = _plain_record(classifier, extra)
     _require_replaceable(folder)
     fresh = _beside(folder, "writing")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -71,7 +72,7 @@ def checkpoint_extra(folder: Path) -> dict[str, Any]:
 
 def settled(folder: Path) -> Path:
     """Where the checkpoint `folder` is: itself, or beside it where a kill came between the two renames of a save."""
-    previous = _beside(folder.resolve(), "previous")
+    previous = _beside(Path(os.path.realpath(folder)), "previous")  # Path.resolve fails on links that form a loop
     return previous if previous.is_dir() and not folder.exists() else folder
 
 
@@ -91,10 +92,24 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _to_json(classifier: ImageClassifier, extra: Mapping[str, Any] | None) -> str:
+def read_weights(folder: Path) -> State:
+    """The tensors of a checkpoint, if the file is the one that was saved; older checkpoints do not say."""
+    expected = read_record(folder).get("sha256")
+    if expected is not None and expected != file_sha256(folder / WEIGHTS):
+        raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
+    return read_state(folder / WEIGHTS)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain_record(classifier: ImageClassifier, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What classifier.json says, as JSON gives it back."""
     record = {"schema": SCHEMA, **settings(classifier), "extra": dict(extra or {})}
     try:
-        return json.dumps(record, indent=1, allow_nan=False)
+        return json.loads(json.dumps(record, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"extra must be plain JSON (text, finite numbers, lists, mappings): {error}") from error
 
@@ -107,10 +122,11 @@ def _require_replaceable(folder: Path) -> None:
         raise InputError(f"{folder} holds other things than a checkpoint and would be replaced; give a new folder")
 
 
-def _write(fresh: Path, record: str, classifier: ImageClassifier) -> None:
+def _write(fresh: Path, record: Mapping[str, Any], classifier: ImageClassifier) -> None:
     fresh.mkdir(parents=True)
     write_state(classifier.module.state_dict(), fresh / WEIGHTS)
-    (fresh / RECORD).write_text(record + "\n", encoding="utf-8")
+    whole = sealed({**record, "sha256": file_sha256(fresh / WEIGHTS)})
+    (fresh / RECORD).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def _swap(fresh: Path, folder: Path) -> None:
@@ -183,6 +199,10 @@ def _check_record(record: Any, path: Path) -> None:
         raise InputError(f"{path} has schema {record['schema']}, this version reads {SCHEMA}; update patchproof")
     for name, expected, value in _misfits(record):
         raise InputError(f"{path} is damaged: {name} should be {expected}, got {value!r:.60}; take another checkpoint")
+    if not is_whole(record):
+        raise InputError(
+            f"{path} is damaged: not what was saved; take another checkpoint, or remove its `seal` if you changed it"
+        )
 
 
 def _misfits(record: Mapping[str, Any]) -> Iterable[tuple[str, str, Any]]:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.models._checkpoint import WEIGHTS, read_record, settled
+from patchproof.models._checkpoint import read_record, read_weights, settled
 from patchproof.models._classifier import ImageClassifier
-from patchproof.models._state import read_state
 from patchproof.types import InputError
 
 
@@ -26,7 +25,7 @@ def checkpoint_sha256(folder: Path) -> str:
     """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
     place = settled(Path(folder))
     record = read_record(place)
-    return _sha256(read_state(place / WEIGHTS), torch.tensor(record["mean"]), torch.tensor(record["std"]))
+    return _sha256(read_weights(place), torch.tensor(record["mean"]), torch.tensor(record["std"]))
 
 
 def _sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor) -> str:

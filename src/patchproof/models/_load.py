@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, settled
+from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
 from patchproof.models._classifier import SETTINGS, ImageClassifier, rewrap, seeded
 from patchproof.models._hub import fetching
 from patchproof.models._own import build_own, is_own
@@ -199,7 +199,7 @@ def _from_folder(request: _Request) -> ImageClassifier:
     _require_head(str(request.path), record["num_classes"], request)
     request = replace(request, input_size=request.input_size or tuple(record["input_size"]))
     classifier = _rebuild(request, record)
-    load_state(classifier.module, read_state(folder / WEIGHTS), where=str(folder / WEIGHTS))
+    load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
     return rewrap(classifier, **_recorded(record, request))
 
 

@@ -59,9 +59,10 @@ def _from_package(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = path.expanduser()
     if not path.is_file():
         raise InputError(f"no file {path}; expected path/to/file.py:factory")
+    path = path.resolve()
     name = f"patchproof_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from patchproof.types import CheckError, InputError
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model", "model_state_dict")
+MOST_CLASSES = 1_000_000
 PREFIXES = ("module.", "_orig_mod.")
 
 State = dict[str, Tensor]
@@ -50,7 +52,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) ->
     misfit = _compare(expected, state)
     if misfit.classes is not None:
         raise InputError(_classes_message(where, *misfit.classes))
-    if misfit.missing or misfit.unexpected or misfit.reshaped:
+    if misfit.missing or misfit.unexpected or misfit.reshaped or misfit.retyped:
         raise InputError(f"{where} holds weights of another architecture: {misfit.describe()}")
     module.load_state_dict(state, strict=False)
 
@@ -59,6 +61,8 @@ def head_classes(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """How many classes `state` has, where that is the one thing in which it differs from `module`; else None."""
     expected = module.state_dict()
     classes = _compare(expected, strip_prefixes(state, expected)).classes
+    if classes is not None and classes[0] > MOST_CLASSES:
+        raise InputError(f"a last layer of {classes[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
     return None if classes is None else classes[0]
 
 
@@ -93,11 +97,17 @@ class _Misfit:
     missing: list[str]
     unexpected: list[str]
     reshaped: list[str]
+    retyped: list[str]
     classes: tuple[int, int] | None
 
     def describe(self) -> str:
         """Counts and one example of each kind."""
-        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", self.reshaped))
+        kinds = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.reshaped),
+            ("of another type", self.retyped),
+        )
         return ", ".join(f"{len(found)} tensors {kind} (e.g. {found[0]})" for kind, found in kinds if found)
 
 
@@ -111,8 +121,14 @@ def _compare(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> _Mi
         if name in state and state[name].shape != expected[name].shape
     }
     reshaped = [f"{name}: {found} for {wanted}" for name, (found, wanted) in shapes.items()]
-    classes = None if missing or unexpected else _head_sizes(list(shapes.values()))
-    return _Misfit(missing, unexpected, reshaped, classes)
+    retyped = [f"{name}: {state[name].dtype}" for name in expected if _not_a_weight(expected[name], state.get(name))]
+    classes = None if missing or unexpected or retyped else _head_sizes(list(shapes.values()))
+    return _Misfit(missing, unexpected, reshaped, retyped, classes)
+
+
+def _not_a_weight(expected: Tensor, found: Tensor | None) -> bool:
+    """Whole, boolean or complex numbers where a network computes with real ones."""
+    return found is not None and expected.is_floating_point() and not found.is_floating_point()
 
 
 def _head_sizes(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:
@@ -139,13 +155,17 @@ def _read_safetensors(path: Path) -> State:
 
 def _read_torch(path: Path) -> Any:
     try:
+        if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
+            raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} was refused: it is damaged or holds more than tensors, and a pickle can run code when loaded; "
             "save only the state dict (torch.save(model.state_dict(), …)) or a .safetensors file"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # torch's reader raises whatever it trips over in a damaged file
         raise InputError(f"{path} is damaged or cut short ({first_line(error)}); copy or save it again") from error
 
 

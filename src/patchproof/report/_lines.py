@@ -38,7 +38,7 @@ def read_lines(path: Path, parse: Callable[[str], Any]) -> Lines:
     for number, line in enumerate(lines, start=1):
         try:
             values.append(parse(line.decode("utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             damaged.append(number)
     notices = [f"the last line of {path.name} is cut short and left out"] if rest else []
     if damaged:

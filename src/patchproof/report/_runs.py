@@ -90,6 +90,9 @@ def search_passes(manifest: Mapping[str, Any]) -> int | None:
 
 def load_runs(folders: Sequence[Path]) -> tuple[list[CertifyRun], list[TrainRun]]:
     """Each folder once, in the order given; one that holds no run is an InputError."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(_no_run(folder))
     unique = list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
     names = short_names(unique)
     loaded = [_load(folder, names[folder]) for folder in unique]
@@ -141,7 +144,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list[str]) -> CertifyRun:
-    found = read_lines(folder / "records.jsonl", _sound_record)
+    found = read_lines(folder / "records.jsonl", Record.parse)
     records = _once(found.values)
     if not manifest and not records:
         raise InputError(_no_run(folder))
@@ -157,27 +160,6 @@ def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list
     ]
     names = label_names(manifest, records)
     return CertifyRun(folder, name, facts, records, names, _seconds(look(results or {}, "cost")), tuple(notices))
-
-
-def _sound_record(line: str) -> Record:
-    """A record whose every field has its type; ValueError otherwise."""
-    record = Record.parse(line)
-    whole = [record.index, record.label, record.forwards]
-    if record.witness is not None:
-        whole += [*record.witness.masks, record.witness.label]
-        if len(record.witness.masks) != 2:
-            raise ValueError("a witness has two masks")
-    if any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in whole):
-        raise ValueError("indices, labels and counts are whole numbers")
-    if record.margin is not None and not (_is_number(record.margin) and math.isfinite(record.margin)):
-        raise ValueError("a margin is a finite number")
-    if record.error is not None and not isinstance(record.error, str):
-        raise ValueError("an error is words")
-    return record
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _once(records: Iterable[Record]) -> tuple[Record, ...]:

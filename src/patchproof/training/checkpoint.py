@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from patchproof.models import ImageClassifier, save_checkpoint, settled, write_state
+from patchproof.models import ImageClassifier, file_sha256, save_checkpoint, settled, write_state
+from patchproof.seals import is_whole, sealed
 from patchproof.training.loop import Trainer
 from patchproof.types import CheckError
 
@@ -47,11 +47,11 @@ def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, note
         state = {
             "schema": SCHEMA,
             "step": trainer.step,
-            "sha256": _sha256(place / TENSORS),
+            "sha256": file_sha256(place / TENSORS),
             "scaler": scaler.state_dict() if scaler is not None else None,
             "notes": dict(notes),
         }
-        (place / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        (place / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n", encoding="utf-8")
 
     save_checkpoint(shipped, folder, write_more=write)
 
@@ -63,7 +63,7 @@ def load_training(folder: Path, trainer: Trainer) -> Resumed | None:
         return None
     try:
         return _restore(place, trainer)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckError(
             f"the checkpoint {place} is damaged ({error}); remove it to begin again, or start a new run from the "
             "weights of checkpoint-best"
@@ -74,7 +74,9 @@ def _restore(folder: Path, trainer: Trainer) -> Resumed:
     state = json.loads((folder / STATE).read_text("utf-8"))
     if state["schema"] != SCHEMA:
         raise ValueError(f"schema {state['schema']}, this is {SCHEMA}")
-    if _sha256(folder / TENSORS) != state["sha256"]:
+    if not is_whole(state):
+        raise ValueError(f"{STATE} was changed since it was written")
+    if file_sha256(folder / TENSORS) != state["sha256"]:
         raise ValueError("its tensors are damaged")
     tensors = safetensors.torch.load_file(folder / TENSORS)
     trainer.classifier.load_state_dict(_named(tensors, "model/"))
@@ -117,8 +119,3 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
