@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from cyclopts import Parameter
@@ -16,13 +16,15 @@ from rich.markup import escape
 from patchproof.cli._setup import Setup, checked, choose_chunk, choose_device, open_classifier, prepare, sample_pixels
 from patchproof.config import ExploreConfig, ModelConfig, parse_patches
 from patchproof.data import ImageSource, open_dataset
-from patchproof.explore import Choice, Explorer, Images, require_gradio, serve
 from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.masking import Engine
 from patchproof.models import ImageClassifier, match_labels, settled, weights_sha256
 from patchproof.records import read_json
-from patchproof.report import CertifyRun, class_words, load_runs, open_images
 from patchproof.types import CheckError, InputError
+
+if TYPE_CHECKING:
+    from patchproof.explore import Explorer, Images
+    from patchproof.report import CertifyRun
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
@@ -36,6 +38,8 @@ def explore(place: Path, /, *, config: Annotated[ExploreConfig, Parameter(name="
     place
         Folder of a `certify` or `train` run, or a checkpoint folder.
     """
+    from patchproof.explore import require_gradio, serve
+
     require_gradio()
     if config.port is not None and not 1 <= config.port <= 65535:
         raise InputError(f"--port must be from 1 to 65535, not {config.port}")
@@ -65,6 +69,8 @@ def wait_for_ctrl_c() -> None:
 
 def open_explorer(place: Path, config: ExploreConfig) -> Explorer:
     """What the folder holds: a certification with its images, or a checkpoint with those of --dataset."""
+    from patchproof.report import load_runs
+
     if (settled(place) / "classifier.json").is_file():
         return of_checkpoint(place, config)
     certified, trained = load_runs([place])
@@ -78,6 +84,9 @@ def open_explorer(place: Path, config: ExploreConfig) -> Explorer:
 
 def of_run(run: CertifyRun, config: ExploreConfig) -> Explorer:
     """The classifier, masks and preprocessing of the run, and its images with their records."""
+    from patchproof.explore import Choice, Images
+    from patchproof.report import open_images
+
     facts = run.facts
     if facts.masks is None or facts.preprocessing is None or not facts.patch_sizes or facts.weights_sha256 is None:
         raise CheckError(
@@ -155,6 +164,8 @@ def load(weights: str, model: str | None, manifest: Mapping[str, Any]) -> ImageC
 
 def of_checkpoint(folder: Path, config: ExploreConfig) -> Explorer:
     """A checkpoint against --patch and --masks, with the images of --dataset or of its training."""
+    from patchproof.explore import Choice, Images
+
     if config.weights is not None:
         raise InputError("--weights says where a certify run's weights are now; a checkpoint folder has its own")
     asked = ModelConfig(
@@ -201,6 +212,9 @@ def training_settings(folder: Path) -> Mapping[str, Any]:
 
 def finished(setup: Setup, data: str, images: Images | None, notices: list[str]) -> Explorer:
     """The explorer, once the classifier is known to answer one image in one way on this machine."""
+    from patchproof.explore import Explorer
+    from patchproof.report import class_words
+
     stored = setup.engine.tau_fp32
     setup, _ = checked(setup, some_pixels(setup, images))
     setup = setup.with_engine(tau_fp32=max(stored, setup.engine.tau_fp32))

@@ -198,10 +198,7 @@ def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Roun
     )
     sharp = " pp-sharp" if max(explorer.size) < SMALL else ""
     height, width = explorer.size
-    style = (
-        f"--image: url({data_uri(pixels)}); --fill: rgb{explorer.fill}; --shape: {width} / {height}; "
-        f"--across: {len(masks.axes[1])}"
-    )
+    style = f"--image: url({data_uri(pixels)}); --fill: rgb{explorer.fill}; --shape: {width} / {height}"
     second = "".join(_second(masks, r, names) for r in rounds.second)
     skipped = len(rounds.disagreeing) - len(rounds.second)
     left = f"<p>{skipped} more disagreeing copies need not be asked: the answer is known.</p>" if skipped else ""
@@ -238,9 +235,8 @@ def _second(masks: MaskSet, asked: SecondRound, names: Sequence[str]) -> str:
         for mask, label in enumerate(asked.labels)
     )
     name = escaped(names[asked.label])
-    found = (
-        f"all say {name}: this copy decides" if asked.confirmed else f"{asked.against} do not say {name}: not believed"
-    )
+    doubt = f"{asked.against} of {len(asked.labels)} say something else: not believed"
+    found = f"all say {name}: this copy decides" if asked.confirmed else doubt
     opened = " open" if asked.confirmed else ""
     return (
         f'<details class="pp-second"{opened}><summary>copy {asked.copy + 1}, {name}: {found}</summary>'

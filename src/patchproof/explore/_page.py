@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class _Page:
             self.number = gr.Number(1, label="Page", precision=0, minimum=1, min_width=90, elem_id="page-number")
             self.next = gr.Button("›", size="sm", min_width=40, elem_id="next")
         limit = UPLOAD_LIMIT // 1024**2
-        self.own = gr.File(label=f"Your own image (at most {limit} MB)", elem_id="own", height=120)
+        self.own = gr.File(label=f"Your own image (at most {limit} MB)", elem_id="own", height=150)
         self.message = gr.HTML(elem_id="message")
 
     def _table_section(self) -> None:
@@ -124,7 +125,7 @@ class _Page:
         names = [(f"{h}×{w} pixels", i) for i, (h, w) in enumerate(sizes)]
         self.size = gr.Radio(names, value=0, label="Patch size", visible=len(sizes) > 1, elem_id="patch-size")
         self.patch = gr.Radio(list(PATCH_KINDS), value=NOISE, label="What is on it", elem_id="patch-kind")
-        self.file = gr.File(label="Picture for the patch", visible=False, height=120, elem_id="patch-file")
+        self.file = gr.File(label="Picture for the patch", visible=False, height=150, elem_id="patch-file")
         self.steps = gr.Slider(5, 200, 40, step=5, label="Steps of the optimisation", visible=False, elem_id="steps")
         self.seed = gr.Number(0, label="Seed of the randomness", precision=0, minimum=0, elem_id="seed")
         self.make = gr.Button("Make the patch", variant="primary", elem_id="make")
@@ -265,6 +266,7 @@ def _required(scene: Scene | None) -> Scene:
 @contextmanager
 def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool = False) -> Iterator[str]:
     """The page at the address yielded, until the end of the block; uploads are deleted then."""
+    _require_address(host, port)
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
         gr = require_gradio()
@@ -284,10 +286,21 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
                 theme=gr.themes.Default(primary_hue="blue", **fonts),
                 css=resources.files("patchproof.explore").joinpath("page.css").read_text("utf-8"),
             )
-        except OSError as error:
-            place = f"port {port}" if port else "any port from 7860 on"
-            raise InputError(f"cannot listen on {host}, {place}: {error}; choose another --host or --port") from error
+        except OSError as error:  # somebody else was faster
+            raise InputError(f"cannot listen on {host}: {error}; choose another --host or --port") from error
         try:
             yield url
         finally:
             page.close(verbose=False)
+
+
+def _require_address(host: str, port: int | None) -> None:
+    """Refuse at once an address that cannot be had; gradio would try a hundred ports, seconds each."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except (OSError, UnicodeError) as error:
+        place = f"{host}, port {port}" if port else host
+        raise InputError(f"cannot listen on {place}: {error}; choose another --host or --port") from error

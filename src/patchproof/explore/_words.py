@@ -71,9 +71,10 @@ def _losers(rounds: Sequence[SecondRound], names: Sequence[str]) -> str:
     """The copies that their second round contradicts."""
     if len(rounds) == 1:
         r = rounds[0]
+        verb = "does" if r.against == 1 else "do"
         return (
-            f"copy {r.copy + 1} says {names[r.label]}, but {r.against} of its {len(r.labels)} second-round copies do "
-            "not, so it is not believed"
+            f"copy {r.copy + 1} says {names[r.label]}, but {r.against} of its {len(r.labels)} second-round copies "
+            f"{verb} not, so it is not believed"
         )
     if len(rounds) > MOST_NAMED:
         return f"{len(rounds)} copies that say something else are each contradicted in their second round"
