@@ -235,7 +235,7 @@ def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, w
         name = f"explorer-{width}-{'dark' if dark else 'light'}.png"
         Path(SHOTS).mkdir(parents=True, exist_ok=True)
         shot = Image.open(io.BytesIO(visit.page.screenshot(full_page=True)))
-        shot.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(Path(SHOTS) / name, optimize=True)
+        shot.convert("RGB").quantize(200, dither=Image.Dither.NONE).save(Path(SHOTS) / name, optimize=True)
     visit.page.close()
     assert visit.errors == []
     assert visit.outside == []

@@ -141,9 +141,9 @@ class _Page:
         changed = [self.scene, self.message, self.cards, self.number, self.verdict]
         changed += [self.heat, self.copy, self.first, self.second]
         changed += [self.patch_message, self.stage, self.told, self.rounds, self.top, self.left]
-        self._on(self.blocks.load, self.opened, inputs, changed, heavy=True)
-        self._on(self.cards.click, self.picked, inputs, changed, heavy=True)
-        self._on(self.own.upload, self.dropped, [*inputs, self.own], changed, heavy=True)
+        self._on(self.blocks.load, self.opened, inputs, changed, heavy=True, busy=self.verdict)
+        self._on(self.cards.click, self.picked, inputs, changed, heavy=True, busy=self.verdict)
+        self._on(self.own.upload, self.dropped, [*inputs, self.own], changed, heavy=True, busy=self.verdict)
         pages = [self.message, self.cards, self.number]
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
             self._on(listener, lambda event, *now, by=by: self.turned(*now, by=by), inputs, pages)
@@ -166,7 +166,7 @@ class _Page:
             self._on(slider.input, self.moved, where, changed, trigger_mode="always_last", **about)
         settings = [self.scene, self.patch, self.size, self.seed, self.steps, self.file]
         for listener in (self.make.click, self.file.upload, self.size.input):
-            self._on(listener, self.made, settings, changed, **about)
+            self._on(listener, self.made, settings, changed, busy=self.told, **about)
         self._on(self.patch.input, self.kind_chosen, [self.patch], [self.file, self.steps])
 
     def _on(
@@ -178,9 +178,11 @@ class _Page:
         *,
         heavy: bool = False,
         message: Any = None,
+        busy: Any = None,
         **options: Any,
     ) -> None:
-        """Connect a handler; what it complains about becomes a line on the page. Heavy ones take turns."""
+        """Connect a handler; what it complains about becomes a line on the page. Heavy ones take turns, and show on
+        `busy` that they work."""
         place = message or self.message
 
         def speaking(event, *values):  # type: ignore[no-untyped-def]
@@ -195,7 +197,8 @@ class _Page:
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
         turns = {"concurrency_id": "classifier", "concurrency_limit": 1} if heavy else {}
         outputs = outputs if place in outputs else [*outputs, place]
-        listener(speaking, inputs, outputs, api_visibility="private", show_progress="hidden", **turns, **options)
+        shown = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
+        listener(speaking, inputs, outputs, api_visibility="private", **shown, **turns, **options)
 
     def _all(self, scene: Scene, kind: str, number: float) -> Shown:
         return self.turned(scene, kind, number) | self._table(scene) | self._patch(scene)

@@ -27,9 +27,10 @@ def verdict(table: PairTable, names: Sequence[str], threat: PatchThreat) -> str:
             f"No {patch_words(threat)} patch, anywhere on this image, can change the answer."
         )
     said = int(table.labels[a, b])
+    verb = "does" if table.failing == 1 else "do"
     example = f"{_pair(a, b)} say {names[said]}" if said != table.label else f"{_pair(a, b)} lead by {margin:.3g} only"
     return (
-        f"Not certified: {table.failing} of {table.pairs} pairs of masks do not say {name} clearly enough, "
+        f"Not certified: {table.failing} of {table.pairs} pairs of masks {verb} not say {name} clearly enough, "
         f"e.g. {example}. A {patch_words(threat)} patch may be able to change the answer."
     )
 
@@ -90,11 +91,11 @@ def meaning(rounds: Rounds, table: PairTable, names: Sequence[str]) -> str:
     """The answer under the patch beside what the clean image's table promised."""
     undefended = f"Without the defence the answer would be {names[rounds.undefended]}."
     if rounds.answer == table.label:
-        kept = "as the certificate promises" if table.certified else "though nothing was promised for this image"
-        return f"{undefended} The answer stays {names[table.label]}, {kept}."
+        promise = "as the certificate promises" if table.certified else "though nothing was promised for this image"
+        return f"{undefended} With it the answer is {names[table.label]}, {promise}."
     if not table.certified:
-        return f"{undefended} The answer is not {names[table.label]}: this image is not certified, and the patch wins."
+        return f"{undefended} With it the answer is not {names[table.label]}: this image is not certified."
     return (
-        f"{undefended} The answer is not {names[table.label]} although this image is certified. That must not happen: "
-        "the classifier answered the same masked image differently. Please report it."
+        f"{undefended} With it the answer is not {names[table.label]} although this image is certified. That must not "
+        "happen: the classifier answered the same masked image differently. Please report it."
     )
