@@ -242,6 +242,36 @@ class ReportConfig:
     """A YAML file with any of these settings; flags win over it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExploreConfig:
+    """`patchproof explore`."""
+
+    patch: str | None = None
+    """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
+    masks: int | None = None
+    """Masks an axis, at most; default: the run's, or 3 for a checkpoint."""
+    model: str | None = None
+    """Only for a module of your own: `file.py:factory`, so that its code is run."""
+    weights: str | None = None
+    """Where the run's weights are now, if not where they were; they must have the sha256 of its manifest."""
+    dataset: str | None = None
+    """Where the images lie now: a data set's name or a folder of class folders; default: the run's."""
+    data_dir: Path | None = None
+    """Where the named data sets lie now."""
+    split: str | None = None
+    """For a checkpoint; default: the data set's own evaluation split."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any other than this one lets other machines in, without a password."""
+    port: int | None = None
+    """Port to listen on; default: the first free one from 7860 on."""
+    open: Switch = False
+    """Open the page in the browser."""
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
+
+
 def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
     """The settings in a YAML file; an unknown key is an error that names the nearest one."""
     content = _read_yaml(path)

@@ -21,6 +21,7 @@ from patchproof.cli.bench import bench
 from patchproof.cli.certify import certify
 from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
+from patchproof.cli.explore import explore
 from patchproof.cli.ls import ls
 from patchproof.cli.predict import predict
 from patchproof.cli.report import report
@@ -30,6 +31,7 @@ from patchproof.config import (
     BenchConfig,
     CertifyConfig,
     DemoConfig,
+    ExploreConfig,
     PredictConfig,
     ReportConfig,
     TrainConfig,
@@ -47,6 +49,7 @@ CONFIGS: dict[str, type[Any]] = {
     "train": TrainConfig,
     "bench": BenchConfig,
     "report": ReportConfig,
+    "explore": ExploreConfig,
 }
 
 
@@ -57,7 +60,7 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
     )
-    for command in (demo, train, certify, attack, predict, report, bench, ls, doctor):
+    for command in (demo, train, certify, attack, predict, report, explore, bench, ls, doctor):
         app.command(command)
     return app
 

@@ -1,0 +1,241 @@
+"""The explorer's page in a real browser: clicked, dropped on, dragged about, and given what it must refuse."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchproof.cli import run
+from patchproof.config import ExploreConfig
+from patchproof.explore import UPLOAD_LIMIT, serve
+from small_model import fitted_checkpoint
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the page")
+playwright = pytest.importorskip("playwright.sync_api", reason="NO PLAYWRIGHT: pip install playwright")
+pytest.importorskip("gradio", reason="NO GRADIO: pip install 'patchproof[explore]' to test the page")
+
+PATIENCE = 30_000
+SHOTS = os.environ.get("PATCHPROOF_SHOTS")
+"""Where to leave pictures of the page, if anywhere; docs/images/explore.png is `explorer-1280-light.png`."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("explore")
+    weights = str(fitted_checkpoint(folder / "checkpoint-last"))
+    assert (
+        run(["certify", "--weights", weights, "--limit", "30", "--device", "cpu", "--output", str(folder / "run")]) == 0
+    )
+    explorer = importlib.import_module("patchproof.cli.explore").open_explorer(
+        folder / "run", ExploreConfig(device="cpu")
+    )
+    with serve(explorer, host="127.0.0.1", port=None) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page that is open, and everything it complained about or asked the outside for."""
+
+    def __init__(self, browser, address: str, *, width: int = 1280, dark: bool = False) -> None:
+        self.page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+        )
+        self.page.set_default_timeout(PATIENCE)
+        self.errors: list[str] = []
+        self.outside: list[str] = []
+        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._note(request.url, address))
+        self.page.goto(address)
+        self.page.wait_for_selector("#rounds .pp-vote")
+
+    def _note(self, url: str, address: str) -> None:
+        if not url.startswith((address, "data:", "blob:")):
+            self.outside.append(url)
+
+    def text(self, place: str) -> str:
+        return self.page.inner_text(place)
+
+    def until(self, place: str, pattern: str) -> str:
+        """The text of `place` once it matches."""
+        self.page.wait_for_function(
+            "([place, pattern]) => new RegExp(pattern, 's').test(document.querySelector(place)?.innerText ?? '')",
+            arg=[place, pattern],
+        )
+        return self.text(place)
+
+    def drop(self, place: str, name: str, content: bytes) -> None:
+        """Drop a file onto a drop zone, as a hand with a mouse does."""
+        transfer = self.page.evaluate_handle(
+            "([name, bytes]) => { const t = new DataTransfer();"
+            " t.items.add(new File([new Uint8Array(bytes)], name)); return t; }",
+            [name, list(content)],
+        )
+        target = f"{place} button, {place} [role=button]"
+        for event in ("dragenter", "dragover", "drop"):
+            self.page.locator(target).first.dispatch_event(event, {"dataTransfer": transfer})
+
+
+@pytest.fixture
+def visit(browser, address) -> Iterator[Visit]:
+    visit = Visit(browser, address)
+    yield visit
+    visit.page.close()
+    assert visit.errors == []
+    assert visit.outside == []
+
+
+def png(colour=(200, 40, 40)) -> bytes:
+    pixels = np.zeros((60, 80, 3), dtype=np.uint8)
+    pixels[10:50, 20:60] = colour
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_click_on_the_heat_map_shows_that_copy(visit):
+    before = visit.page.get_attribute("#copy img", "src")
+    cell = visit.page.locator("#heat .pp-cell[data-a='1'][data-b='6']")
+    title = cell.locator("title").text_content()
+    said, margin = re.fullmatch(r"masks 2 and 7: (.*), margin (.*)", title).groups()
+    cell.click()
+    shown = visit.until("#copy", "Under masks 2 and 7")
+    assert said in shown
+    assert margin in shown
+    assert visit.page.get_attribute("#copy img", "src") != before
+    assert visit.page.input_value("#first-mask input[type=number]") == "2"
+    assert visit.page.input_value("#second-mask input[type=number]") == "7"
+    slider = visit.page.locator("#second-mask input[type=range]")
+    slider.focus()
+    slider.press("ArrowRight")
+    visit.until("#copy", "Under masks 2 and 8")
+
+
+def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
+    visit.page.get_by_label("not certified", exact=True).check()
+    visit.page.wait_for_function("!document.querySelector('#cards').innerText.includes('✓')")
+    visit.page.locator("#cards .pp-card").nth(1).click()
+    shown = visit.until("#verdict", "Not certified: ")
+    assert "The run's record: not certified, margin" in shown
+    assert visit.page.locator("#heat .pp-cell[data-kind=wrong], #heat .pp-cell[data-kind=close]").count() > 0
+    visit.page.get_by_label("certified", exact=True).check()
+    visit.page.wait_for_function("!document.querySelector('#cards').innerText.includes('✕')")
+    visit.page.locator("#cards .pp-card").first.click()
+    visit.until("#verdict", r"Certified: all 45 pairs")
+    assert visit.page.locator("#heat .pp-cell[data-kind=wrong]").count() == 0
+
+
+def test_the_patch_moves_and_the_rounds_follow(visit):
+    before = visit.page.get_attribute("#rounds .pp-rounds", "style")
+    stage = visit.page.locator("#stage .pp-stage")
+    box = stage.bounding_box()
+    stage.click(position={"x": box["width"] * 0.9, "y": box["height"] * 0.2})
+    visit.page.wait_for_selector("#stage img[alt='the image with a patch at row 3, column 23']")
+    assert visit.page.input_value("#patch-row input[type=number]") == "3"
+    after = visit.page.get_attribute("#rounds .pp-rounds", "style")
+    assert after != before
+    slider = visit.page.locator("#patch-row input[type=range]")
+    slider.focus()
+    slider.press("ArrowRight")
+    visit.page.wait_for_selector("#stage img[alt='the image with a patch at row 4, column 23']")
+    assert visit.page.get_attribute("#rounds .pp-rounds", "style") != after
+    assert re.search(r"the answer is \w", visit.text("#told"))
+
+
+def test_an_optimised_and_a_pasted_patch_replace_the_noise(visit):
+    first = visit.page.get_attribute("#stage img", "src")
+    visit.page.get_by_label("optimised against the defence").check()
+    visit.page.click("#make")
+    visit.page.wait_for_function("before => document.querySelector('#stage img').src !== before", arg=first)
+    second = visit.page.get_attribute("#stage img", "src")
+    visit.page.get_by_label("a picture", exact=True).check()
+    visit.page.wait_for_selector("#patch-file")
+    visit.drop("#patch-file", "sticker.png", png())
+    visit.page.wait_for_function("before => document.querySelector('#stage img').src !== before", arg=second)
+    assert visit.text("#patch-message") == ""
+
+
+def test_an_image_of_one_s_own_is_dropped_in(visit):
+    visit.drop("#own", "mine.png", png())
+    shown = visit.until("#verdict", r"Your image mine\.png")
+    assert re.search(r"(Certified|Not certified): ", shown)
+    assert visit.page.locator("#heat .pp-cell").count() == 81
+
+
+REFUSED = {
+    "notes.txt": (b"no image at all", r"cannot use notes\.txt: not an image"),
+    "drawing.svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', r"cannot use drawing\.svg: not an image"),
+    "cut.png": (png()[:60], r"cannot use cut\.png"),
+}
+
+
+def test_wrong_files_are_refused_on_the_page_and_the_image_stays(visit):
+    before = visit.text("#verdict")
+    for name, (content, words) in REFUSED.items():
+        visit.drop("#own", name, content)
+        visit.until("#message", words)
+        assert visit.text("#verdict") == before
+        visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
+        visit.page.wait_for_selector("#own button:has-text('Drop File Here')")
+    assert "Traceback" not in visit.text("body")
+
+
+def test_a_file_over_the_limit_is_refused_with_the_limit_named(visit, tmp_path):
+    large = tmp_path / "large.png"
+    with large.open("wb") as file:
+        file.truncate(UPLOAD_LIMIT + 1)
+    visit.page.set_input_files("#own input[type=file]", large)
+    visit.until("body", r"exceed the maximum allowed size of 20")
+
+
+WIDE = """() => [...document.querySelectorAll('.pp-message, .pp-card, .pp-vote, .pp-legend, .pp-copy, .pp-head')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1 || e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.className)"""
+CONTRAST = """() => {
+  const parse = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => { const [r, g, b] = parse(c).map(v => v / 255).map(v => v <= .03928 ? v / 12.92 :
+    ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
+  const ground = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+    const p = parse(c); if (p.length < 4 || p[3] > .99) return c; } return 'rgb(255, 255, 255)'; };
+  return [...document.querySelectorAll('.pp-message, .pp-step p, .pp-head p, .pp-card span, .pp-vote span')].map(e => {
+    const a = light(getComputedStyle(e).color), b = light(ground(e));
+    return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); });
+}"""
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, width, dark):
+    visit = Visit(browser, address, width=width, dark=dark)
+    visit.page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+    assert visit.page.evaluate(WIDE) == []
+    assert min(visit.page.evaluate(CONTRAST)) > 4.5
+    ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
+    if SHOTS:
+        visit.page.click("#heat .pp-cell[data-a='3'][data-b='8']")
+        visit.until("#copy", "Under masks 4 and 9")
+        name = f"explorer-{width}-{'dark' if dark else 'light'}.png"
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        shot = Image.open(io.BytesIO(visit.page.screenshot(full_page=True)))
+        shot.convert("RGB").quantize(200, dither=Image.Dither.NONE).save(Path(SHOTS) / name, optimize=True)
+    visit.page.close()
+    assert visit.errors == []
+    assert visit.outside == []
