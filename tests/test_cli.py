@@ -19,6 +19,7 @@ from PIL import Image
 from patchproof.cli import run
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint
+from patchproof.seals import sealed
 from patchproof.types import Preprocessing
 
 CLASSES = ("cat", "dog", "eel")
@@ -201,7 +202,7 @@ def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, tmp_pa
     path = tmp_path / "whole" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["tau"]["fp32"] /= 5
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
     assert certify(*arguments, "--output", "whole", "--resume") == 1
     assert "τ(fp32)" in capsys.readouterr().err
     assert (tmp_path / "whole" / "records.jsonl").read_bytes() == expected

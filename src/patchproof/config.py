@@ -294,7 +294,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed in settings")
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed in settings")  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
 
