@@ -40,7 +40,6 @@ MOST_BYTES = 150_000
 
 PICTURES = {
     "runs/report/figures/worst-masks.png": "worst-masks.png",
-    "runs/report/figures/validation-certified.png": "validation-certified.png",
     "runs/demo/report/figures/worst-masks.png": "demo-worst-masks.png",
     "runs/greedy/certify-6x6/report/figures/classes.png": "classes.png",
     "runs/greedy/certify-6x6/report/figures/margins.png": "margins.png",
@@ -50,7 +49,6 @@ PICTURES = {
 
 PAGES_SHOT = {
     "runs/greedy/certify-6x6/report/index.html": ("report-one.png", 1280, 860),
-    "runs/report/index.html": ("report-several.png", 1280, 860),
 }
 """Reports as a browser shows them: file, window width and height."""
 
