@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -34,11 +36,18 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "START_EPOCHS", 1)
     monkeypatch.setattr(module, "TRAINING_IMAGES", 200)
     assert run(["demo", "--epochs", "1", "--images", "10", "--device", "cpu"]) == 0
-    assert "certified" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "demo" / "worst-case-masks.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "certified" in printed
+    assert printed.splitlines()[-1] == f"report: {Path('runs/demo/report/index.html')}"
+    report = tmp_path / "runs" / "demo" / "report"
+    assert (report / "figures" / "worst-masks.png").stat().st_size > 10_000
+    with (report / "tables" / "runs.csv").open(encoding="utf-8", newline="") as file:
+        told = {row["run"]: int(row["certified k"]) for row in csv.DictReader(file)}
     for strategy in ("cutout", "greedy"):
         for masks in ("3x3", "6x6"):
             folder = tmp_path / "runs" / "demo" / strategy / f"certify-{masks}"
-            assert json.loads((folder / "results.json").read_text())["certified"]["n"] == 10
+            found = json.loads((folder / "results.json").read_text())["certified"]
+            assert found["n"] == 10
+            assert told[f"{strategy}/certify-{masks}"] == found["k"]
     assert run(["demo", "--output", "runs/demo"]) == 2
     assert "exists already" in capsys.readouterr().err

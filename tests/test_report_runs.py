@@ -22,7 +22,7 @@ from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint
 from patchproof.recipes import recipes
 from patchproof.report import Options, build_report, worst_masks
-from patchproof.report._compare import Entry, mixed_notices, paper_table
+from patchproof.report._compare import Entry, concise, mixed_notices, paper_table, runs_table
 from patchproof.report._facts import label_names, read_facts
 from patchproof.report._gallery import make_gallery, masked_pixels, open_images
 from patchproof.report._lineage import Training, find_trainings
@@ -330,6 +330,21 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
     assert len(comparison_pictures([entries[0], entry(tmp_path, "cutout", **more)])) == 1
     for change in ({"identity.data_sha256": "other"}, {"identity.threat_space": "native"}):
         assert comparison_pictures([entries[0], entry(tmp_path, "cutout", **more | change)]) == []
+
+
+def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
+    entries = [entry(tmp_path, "greedy"), entry(tmp_path, "cutout", count=20)]
+    whole = runs_table(entries)
+    shown = concise(whole)
+    left_out = [column.name for column in whole.columns if column not in shown.columns]
+    assert left_out == ["data set", "architecture", "masks", "patch"]  # the numbers of images differ
+    for row in whole.rows:
+        assert all(f"{name} {row[i]}" in shown.notes[0] for i, name in enumerate(left_out, start=2))
+    kept = [whole.columns.index(column) for column in shown.columns]
+    assert shown.rows == tuple(tuple(row[i] for i in kept) for row in whole.rows)
+    assert concise(runs_table(entries[:1])) == runs_table(entries[:1])
+    report = build_report([e.run.folder for e in entries])
+    assert [t.columns for t in report.tables if t.key == "runs"] == [whole.columns]
 
 
 def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):

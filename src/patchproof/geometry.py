@@ -193,7 +193,7 @@ class MaskSet:
         return rows, columns
 
     def children(self, parent: Rect) -> tuple[int, ...]:
-        """The fewest masks of this set, axis by axis, whose union contains `parent` (METHOD: Geometry)."""
+        """The fewest masks of this set, axis by axis, whose union contains `parent`."""
         rows, columns = self.axes
         chosen_rows = _fewest_covering((parent.top, parent.bottom), rows)
         chosen_columns = _fewest_covering((parent.left, parent.right), columns)

@@ -16,8 +16,6 @@ from patchproof.cli._terminal import Console
 from patchproof.cli.certify import Run
 from patchproof.cli.train import TrainRun
 from patchproof.config import CertifyConfig, DemoConfig, TrainConfig
-from patchproof.data import open_dataset
-from patchproof.models import load_checkpoint
 from patchproof.records import Rate
 from patchproof.types import InputError
 
@@ -25,6 +23,7 @@ STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
 START_EPOCHS = 2
 TRAINING_IMAGES = 5000
+TITLE = "Random masks or worst-case masks: what can be proved?"
 
 
 def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -> int:
@@ -43,8 +42,8 @@ def demo(*, config: Annotated[DemoConfig, Parameter(name="*")] = DemoConfig()) -
     console.print(f"[bold]4. Certify[/] {config.images} test images against any 5×5 patch (3% of the image), anywhere")
     results = {(s, m): certify(config, folder, s, m, status) for s in STRATEGIES for m in MASKS}
     console.print(comparison(results))
-    console.print(f"the masks greedy finds hardest: {escape(str(draw_masks(config, folder)))}", soft_wrap=True)
     console.print(f"checkpoints, logs and one record an image: {escape(str(folder))}", soft_wrap=True)
+    console.print(f"[bold]report:[/] {escape(str(write_report(folder)))}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -93,15 +92,13 @@ def certify(config: DemoConfig, folder: Path, strategy: str, masks: int, console
     return Run.begin(settings).execute(console)
 
 
-def draw_masks(config: DemoConfig, folder: Path) -> Path:
-    """A picture of the masks that each strategy chooses for the same images, and where it is."""
-    from patchproof.report import worst_masks
+def write_report(folder: Path) -> Path:
+    """Both trainings and the four certifications side by side; the path of the page."""
+    from patchproof.report import Options, build_report
 
-    classifiers = {s: (s, load_checkpoint(folder / s / "checkpoint-last").eval()) for s in STRATEGIES}
-    picture = worst_masks(classifiers, open_dataset("fashion-mini"), seed=config.seed)
-    path = folder / "worst-case-masks.png"
-    path.write_bytes(picture.png)
-    return path
+    trained = [folder / strategy for strategy in STRATEGIES]
+    certified = [folder / s / f"certify-{m}x{m}" for s in STRATEGIES for m in MASKS]
+    return build_report([*trained, *certified], Options(title=TITLE)).write(folder / "report")
 
 
 def comparison(results: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 from patchproof.data import ImageSource, open_dataset
 from patchproof.models import ImageClassifier, load_checkpoint
 from patchproof.records import write_atomically
-from patchproof.report._compare import Entry, mixed_notices, paper_table, runs_table
+from patchproof.report._compare import Entry, concise, mixed_notices, paper_table, runs_table
 from patchproof.report._facts import look
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import make_gallery
@@ -132,7 +132,7 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         tiles=[] if several else [Tile(k, MEANING[k], rate) for run in certified for k, rate in run.rates.items()],
         sections=[section for section in sections if section],
     )
-    return Report(page, tuple(_whole_tables(certified, sections)))
+    return Report(page, tuple(_whole_tables(entries, sections)))
 
 
 def _matters(entry: Entry, several: bool) -> bool:
@@ -140,10 +140,11 @@ def _matters(entry: Entry, several: bool) -> bool:
     return several or entry.training.strategy is not None
 
 
-def _whole_tables(certified: Sequence[CertifyRun], sections: Sequence[Section]) -> list[Table]:
-    """Each table once, the accuracies with them, and that of the classes with all its rows."""
-    alone = certified[0] if len(certified) == 1 else None
-    whole = {} if alone is None else {table.key: table for table in (accuracy_table(alone), class_table(alone))}
+def _whole_tables(entries: Sequence[Entry], sections: Sequence[Section]) -> list[Table]:
+    """Each table once, the accuracies with them, and with all rows and columns those that the page shows in part."""
+    alone = entries[0].run if len(entries) == 1 else None
+    tables = (runs_table(entries),) if alone is None else (accuracy_table(alone), class_table(alone))
+    whole = {table.key: table for table in tables if entries}
     return list((whole | {t.key: whole.get(t.key, t) for s in sections for t in s.tables}).values())
 
 
@@ -194,7 +195,7 @@ def _comparison(entries: Sequence[Entry]) -> list[Section]:
     return [
         Section("comparison", "Strategies", tables=(paper_table(entries),)),
         Section("figures", "What moves certified accuracy", (), tuple(comparison_pictures(entries))),
-        Section("runs", "The runs", tables=(runs_table(entries),)),
+        Section("runs", "The runs", tables=(concise(runs_table(entries)),)),
     ]
 
 

@@ -10,11 +10,12 @@ from patchproof.records import ACCURACIES, Rate
 from patchproof.report._lineage import Training
 from patchproof.report._paper import PaperNumber, paper_numbers
 from patchproof.report._runs import CertifyRun
-from patchproof.report._tables import Cell, Column, Table
+from patchproof.report._tables import Cell, Column, Table, cell_text
 from patchproof.report._text import percent
 from patchproof.training import STRATEGIES
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
+COMMON = ("data set", "architecture", "masks", "patch", "images")
 CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
@@ -58,6 +59,19 @@ def runs_table(entries: Sequence[Entry]) -> Table:
     columns = (*map(Column, heads), *map(Column, ACCURACIES), Column("passes an image"), Column("seconds"))
     rows = tuple((*_identity(entry), *_numbers(entry)) for entry in entries)
     return Table("runs", "The runs", columns, rows, _notes(entries, paper=False))
+
+
+def concise(table: Table) -> Table:
+    """Without the columns of facts that are the same in every row: a note says them once, and the accuracies fit."""
+    facts = [i for i, column in enumerate(table.columns) if column.name in COMMON]
+    same = [i for i in facts if len({row[i] for row in table.rows}) == 1]
+    if len(table.rows) < 2 or not same:
+        return table
+    said = ", ".join(f"{table.columns[i].name} {cell_text(table.rows[0][i])}" for i in same)
+    kept = [i for i in range(len(table.columns)) if i not in same]
+    rows = tuple(tuple(row[i] for i in kept) for row in table.rows)
+    columns = tuple(table.columns[i] for i in kept)
+    return Table(table.key, table.title, columns, rows, (f"The same for all: {said}.", *table.notes))
 
 
 def _identity(entry: Entry) -> tuple[Cell, ...]:
