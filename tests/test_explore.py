@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import importlib.util
 import io
 import json
 import pickle
@@ -37,6 +38,10 @@ from small_model import fitted_checkpoint, fitted_classifier
 from test_cli import assert_one_line
 from test_patchcleanser import random_case
 
+NEEDS_GRADIO = pytest.mark.skipif(
+    importlib.util.find_spec("gradio") is None,
+    reason="NO GRADIO: pip install 'patchproof[explore]' to test the command",
+)
 command = importlib.import_module("patchproof.cli.explore")  # the package's `explore` is the function
 CLASSES = ("shirt", "bag", "coat")
 
@@ -411,6 +416,7 @@ def copied(certified: Path, folder: Path, **changes) -> Path:
     return folder
 
 
+@NEEDS_GRADIO
 def test_other_weights_than_the_run_s_are_refused(certified, checkpoint, tmp_path, capsys):
     other = copied(certified, tmp_path / "other", weights_sha256="0" * 64)
     assert run(["explore", str(other), "--device", "cpu"]) == 1
@@ -422,6 +428,7 @@ def test_other_weights_than_the_run_s_are_refused(certified, checkpoint, tmp_pat
     assert len(found.images.choices) == 30
 
 
+@NEEDS_GRADIO
 def test_a_manifest_cannot_have_code_run(certified, tmp_path, capsys):
     evil = copied(certified, tmp_path / "evil", model="evil.py:build")
     assert run(["explore", str(evil), "--device", "cpu"]) == 2
@@ -435,6 +442,7 @@ def test_images_that_are_gone_leave_a_note_and_the_rest_works(certified, tmp_pat
     assert "--dataset or --data-dir" in found.notices[-1]
 
 
+@NEEDS_GRADIO
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert run(["explore", str(tmp_path / "nothing")]) == 2
     assert_one_line(capsys.readouterr().err, r"no such folder")
@@ -465,8 +473,8 @@ def hear(event: str, arguments: tuple) -> None:
         connected.append(arguments[1])
 
 
+@NEEDS_GRADIO
 def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monkeypatch, capsys):
-    pytest.importorskip("gradio", reason="NO GRADIO: pip install 'patchproof[explore]' to test the page")
     seen: dict[str, str] = {}
 
     def visit() -> None:
@@ -488,8 +496,8 @@ def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monke
     assert hosts <= {"127.0.0.1"}
 
 
+@NEEDS_GRADIO
 def test_other_addresses_are_warned_about(certified, monkeypatch, capsys):
-    pytest.importorskip("gradio", reason="NO GRADIO: pip install 'patchproof[explore]' to test the page")
     monkeypatch.setattr(command, "wait_for_ctrl_c", lambda: None)
     assert run(["explore", str(certified), "--device", "cpu", "--host", "0.0.0.0"]) == 0
     assert "warning: listening on 0.0.0.0: whoever can reach this machine can use the page" in capsys.readouterr().out
