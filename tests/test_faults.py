@@ -229,7 +229,7 @@ def test_a_full_disk_is_one_line_and_with_room_the_run_goes_on(commands, job, sh
 
 LIMITS = [
     ("certify", (1200,)),
-    pytest.param("certify", (300, 700, 2000, 2700, 3300), marks=slow),
+    pytest.param("certify", (300, 700, 1500, 1800, 2100), marks=slow),
     pytest.param("train", (300, 1500, 50_000), marks=slow),
 ]
 

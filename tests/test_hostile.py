@@ -9,6 +9,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import time
 import unicodedata
 import zipfile
@@ -383,6 +385,14 @@ def test_a_checkpoints_words_about_itself_do_not_reach_the_terminal_raw(photos, 
         assert "Traceback" not in shown.err
 
 
+@slow
+def test_a_terminal_that_knows_only_ascii_is_no_traceback(tmp_path):
+    words = [sys.executable, "-m", "patchproof", *SMALL_RUN, "--output", "r"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "one patch of 5\\xd75 pixels" in done.stdout
+
+
 # --- data that changes under the run -------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -614,6 +624,7 @@ def test_fuzzed_manifests(real_run, tmp_path, examples, survived):
 
 @sizes
 def test_fuzzed_checkpoints(tmp_path, examples, survived):
+    examples = min(examples, LONG // 3)  # each builds a network
     classifier = load_classifier("small", "random", class_names=CLASSES)
     save_checkpoint(classifier, tmp_path / "c")
     record, tensors = (tmp_path / "c" / "classifier.json"), (tmp_path / "c" / "model.safetensors")

@@ -294,7 +294,8 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed in settings")  # type: ignore[no-untyped-call]
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"aliases (*{alias.anchor}) are not allowed in settings")
         return super().compose_node(parent, index)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -117,6 +118,9 @@ def _complain(message: str, *, code: int) -> int:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends a run as Ctrl-C does
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII
     code = run(sys.argv[1:])
     _hear_no_more()
     sys.exit(code)

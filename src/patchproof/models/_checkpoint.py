@@ -207,5 +207,5 @@ def _check_record(record: Any, path: Path) -> None:
 
 def _misfits(record: Mapping[str, Any]) -> Iterable[tuple[str, str, Any]]:
     for name, (expected, is_right) in _FIELDS.items():
-        if not is_right(record.get(name)):
+        if name not in record or not is_right(record[name]):
             yield name, expected, record.get(name)
