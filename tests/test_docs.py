@@ -49,7 +49,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def split(line: str) -> list[str]:
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer = shlex.shlex(re.sub(r"\d>&\d", "", line), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     return list(lexer)
 
@@ -89,7 +89,7 @@ def test_every_command_of_a_page_is_one_the_program_understands(page):
 
 
 def test_the_commands_are_found_and_wrong_ones_refused():
-    page = "```sh\nx=1 torchrun -m patchproof certify --masks 3 > log # why\n```\n"
+    page = "```sh\nx=1 torchrun -m patchproof certify --masks 3 2>&1 > log # why\n```\n"
     page += "```console\n$ patchproof ls\npatchproof certify\n$ for k in 1 2; do patchproof certify --masks $k; done\n"
     page += "$ patchproof certify \\\n> --mask 3\n```\n"
     found = list(commands(page))
