@@ -40,7 +40,7 @@ from test_patchcleanser import random_case
 
 NEEDS_GRADIO = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None,
-    reason="NO GRADIO: pip install 'patchproof[explore]' to test the command",
+    reason="NO GRADIO: pip install 'patchproof[explore]'",
 )
 command = importlib.import_module("patchproof.cli.explore")  # the package's `explore` is the function
 CLASSES = ("shirt", "bag", "coat")
