@@ -140,7 +140,9 @@ class TrainRun:
         return results
 
     def _changes(self, identity: dict[str, Any]) -> list[str]:
-        """Whether the images to learn from or to validate on changed since training began."""
+        """Whether the images to learn from or to validate on changed since training began; data in memory cannot."""
+        if not any(isinstance(images, FolderSource) for images in (self.source, self.validation.source)):
+            return []
         source, held_out = open_sources(self.config)
         now = {"data_sha256": source, "validation_sha256": held_out}
         return [
