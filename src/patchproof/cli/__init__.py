@@ -6,8 +6,10 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,7 +95,12 @@ def run(tokens: Sequence[str]) -> int:
 def _call(tokens: list[str]) -> int | None:
     app = build_app()
     app.config = tuple(_layers(tokens))
-    result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except Exception as error:
+        if _stop_asked.is_set():  # the interrupt was lost inside a library, and came out of it as this
+            raise KeyboardInterrupt from error
+        raise
     return result if isinstance(result, int) else None
 
 
@@ -117,7 +124,8 @@ def _complain(message: str, *, code: int) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop ends a run as Ctrl-C does
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII
@@ -126,9 +134,18 @@ def main() -> None:
     sys.exit(code)
 
 
+_stop_asked = threading.Event()
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """A scheduler's stop ends a run as Ctrl-C does."""
+    _stop_asked.set()
+    raise KeyboardInterrupt
+
+
 def _hear_no_more() -> None:
     """The command is ending: one more stop from a scheduler changes nothing."""
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # `main` asked for it
+    if signal.getsignal(signal.SIGTERM) is _stop:  # `main` asked for it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
