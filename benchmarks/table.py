@@ -61,6 +61,32 @@ def greedy_steps() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+FORMS = ("fp32", "tf32", "bf16 autocast", "bf16 converted", "fp16 converted", "bf16 compiled")
+
+
+def precision() -> Iterator[str]:
+    """Passes a second of the bare network by form."""
+    yield f"| model | device | {' | '.join(FORMS)} |"
+    yield f"|---|---|{'---:|' * len(FORMS)}"
+    for path in sorted((HERE / "results").glob("precision-*.json")):
+        found = json.loads(path.read_text())
+        measured = found["passes_per_second"]
+        cells = [f"{measured[form]:,.0f}" if form in measured else "–" for form in FORMS]
+        yield f"| {' | '.join([found['model'], found['device'], *cells])} |"
+
+
+def gaps() -> Iterator[str]:
+    """Largest change of a gap against float32 by precision."""
+    kinds = ("bf16", "fp16", "tf32", "fp32 in other batches")
+    yield f"| model | device | masked copies | {' | '.join(kinds)} |"
+    yield f"|---|---|---:|{'---:|' * len(kinds)}"
+    for path in sorted((HERE / "results").glob("precision-*.json")):
+        found = json.loads(path.read_text())
+        if "largest_gap_change" in found:
+            cells = [f"{found['largest_gap_change'][kind]:.2g}" for kind in kinds]
+            yield f"| {' | '.join([found['model'], found['device'], str(found['masked_copies']), *cells])} |"
+
+
 def memory() -> Iterator[str]:
     """Peak memory of certify by number of images."""
     yield "| images | peak (MiB) | seconds |"
@@ -69,7 +95,13 @@ def memory() -> Iterator[str]:
         yield f"| {int(count):,} | {cost['peak_bytes'] / 2**20:.0f} | {cost['seconds']:.0f} |"
 
 
-TABLES = {"throughput": throughput, "greedy-steps": greedy_steps, "memory": memory}
+TABLES = {
+    "throughput": throughput,
+    "precision": precision,
+    "gaps": gaps,
+    "greedy-steps": greedy_steps,
+    "memory": memory,
+}
 
 
 def filled(text: str) -> str:

@@ -17,7 +17,7 @@ from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import Setup, changes_since, checked, choose_workers, sample_pixels, stored_engine
 from patchproof.cli._show import results_table, run_progress
 from patchproof.cli._terminal import Console
-from patchproof.cli.certify import Run, default_name
+from patchproof.cli.certify import Run, default_name, earlier_seconds, refuse_larger_tau
 from patchproof.config import AttackConfig, parse_batch_size
 from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
@@ -101,6 +101,7 @@ class AttackRun:
         current = manifest(self.config, setup, source, whole.indices, drift) | {"command": "attack"}
         current["identity"] |= {"attack": {name: getattr(self.config, name) for name in SETTINGS}}
         with self.folder.open(current, resume=self.config.resume) as stored:
+            refuse_larger_tau(stored, current, where=self.folder.path)
             explicit = parse_batch_size(self.config.batch_size) is not None
             setup = setup.with_engine(**stored_engine(stored, chunk=current["batch_size"] if explicit else None))
             found = checked_prefix(self.folder.each_record(), whole.indices, source.path, where=self.folder.path)
@@ -173,11 +174,3 @@ class AttackRun:
         alone = undefended_attacks(classifier, threat, plan=self.plan, engine=engine)
         behind = defended_attacks(classifier, setup.defense, threat, setup.masks, plan=self.plan, engine=engine)
         return alone if self.config.target != "defended" else [], behind if self.config.target != "undefended" else []
-
-
-def earlier_seconds(folder: RunFolder) -> float:
-    """Time that earlier sessions of this run took, as far as they could write it down."""
-    try:
-        return float((folder.results() or {})["cost"]["seconds"])
-    except (CheckError, KeyError, TypeError, ValueError, OverflowError):
-        return 0.0

@@ -259,16 +259,23 @@ class Cost:
     def so_far(cls, folder: RunFolder) -> Cost:
         """Of earlier sessions of this run, as far as they could write it down."""
         try:
-            results = folder.results() or {}
-            cost, audit = results["cost"], results["audit"]
-            return cls(float(cost["seconds"]), int(audit["redone"]), float(audit["largest_change"]))
+            audit = (folder.results() or {})["audit"]
+            return cls(earlier_seconds(folder), int(audit["redone"]), float(audit["largest_change"]))
         except (CheckError, KeyError, TypeError, ValueError, OverflowError):
-            return cls()
+            return cls(earlier_seconds(folder))
 
     def add(self, answer: dict[str, Any]) -> None:
         self.redone += answer["audit"]["redone"]
         self.largest_change = max(self.largest_change, answer["audit"]["largest_change"])
         self.batch_size = min(self.batch_size or answer["batch_size"], answer["batch_size"])
+
+
+def earlier_seconds(folder: RunFolder) -> float:
+    """Time that earlier sessions of this run took, as far as they could write it down."""
+    try:
+        return float((folder.results() or {})["cost"]["seconds"])
+    except (CheckError, KeyError, TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def refuse_larger_tau(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
