@@ -97,36 +97,40 @@ def certification(
         *FAST,
     )
     words += ("--limit", str(limit)) if limit else ()
-    words += ("--compile",) if pairs * count > 300_000 else ()
     return Step(f"{name}/certify-{patch.replace('%', 'percent')}-{masks}x{masks}", (*words, *extra), pairs * count)
 
 
 def imagenette() -> Iterator[Step]:
-    """Every strategy, `cutout` and `greedy` with three seeds; certified at 3% first, then at 2% and 1%."""
+    """Every strategy, `cutout` and `greedy` with three seeds, certified at 3%: the headline table, most telling first."""
     chosen = [("cutout", 0), ("greedy", 0), ("rand", 0), ("none", 0)]
     chosen += [("cutout", 1), ("greedy", 1), ("cutout", 2), ("greedy", 2)]
     chosen += [(s, 0) for s in STRATEGIES if s not in ("cutout", "greedy", "rand", "none")]
     for strategy, seed in chosen:
         name = f"imagenette/{strategy}-seed{seed}"
         yield training(f"{name}/train", "imagenette2-160", strategy, seed, images=9_469, epochs=10)
-        weights = f"--weights RUNS/{name}/train/checkpoint-last"
-        for patch in ("3%", "2%", "1%") if seed == 0 else ("3%",):
-            yield certification(name, weights, "imagenette2-160", patch, 3, images=3_925)
-        yield certification(name, weights, "imagenette2-160", "3%", 6, images=3_925, limit=1_963)
+        yield nette(strategy, seed, "3%", 3)
+        yield nette(strategy, seed, "3%", 6)
 
 
 def imagenette_more() -> Iterator[Step]:
-    """6×6 masks at 2% and 1%, and the curve over masks an axis, for `cutout` and `greedy`."""
-    for strategy in ("cutout", "greedy"):
-        name = f"imagenette/{strategy}-seed0"
-        weights = f"--weights RUNS/{name}/train/checkpoint-last"
-        for masks in (2, 4, 5):
-            yield certification(name, weights, "imagenette2-160", "3%", masks, images=3_925, limit=1_963)
+    """The other patches, and the curve over masks an axis for `cutout` and `greedy`."""
     for strategy in STRATEGIES:
-        name = f"imagenette/{strategy}-seed0"
-        weights = f"--weights RUNS/{name}/train/checkpoint-last"
         for patch in ("2%", "1%"):
-            yield certification(name, weights, "imagenette2-160", patch, 6, images=3_925, limit=1_309)
+            yield nette(strategy, 0, patch, 3)
+    for strategy in ("cutout", "greedy"):
+        for masks in (2, 4, 5):
+            yield nette(strategy, 0, "3%", masks)
+    for strategy in STRATEGIES:
+        for patch in ("2%", "1%"):
+            yield nette(strategy, 0, patch, 6)
+
+
+def nette(strategy: str, seed: int, patch: str, masks: int) -> Step:
+    """All images with few masks; with more, every second one, which keeps the interval under ±2 points."""
+    name = f"imagenette/{strategy}-seed{seed}"
+    limit = 1_963 if masks > 3 and strategy != "none" else None
+    weights = f"--weights RUNS/{name}/train/checkpoint-last"
+    return certification(name, weights, "imagenette2-160", patch, masks, images=3_925, limit=limit)
 
 
 def cifar10() -> Iterator[Step]:
