@@ -101,7 +101,7 @@ def certification(
 
 
 def imagenette() -> Iterator[Step]:
-    """Every strategy, `cutout` and `greedy` with three seeds, certified at 3%: the headline table, most telling first."""
+    """Every strategy, `cutout` and `greedy` with three seeds, certified at 3%; most telling first."""
     chosen = [("cutout", 0), ("greedy", 0), ("rand", 0), ("none", 0)]
     chosen += [("cutout", 1), ("greedy", 1), ("cutout", 2), ("greedy", 2)]
     chosen += [(s, 0) for s in STRATEGIES if s not in ("cutout", "greedy", "rand", "none")]
