@@ -7,7 +7,7 @@ Certification, inference and the training search all evaluate masked copies thro
 from patchproof.masking._arithmetic import AUTOCAST, evaluating, forward, tf32
 from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, evaluate_copies, out_of_memory
+from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, out_of_memory
 from patchproof.masking._table import BLOCK, TwoMaskTable, clean_labels, two_mask_labels
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "TwoMaskTable",
     "as_images",
     "clean_labels",
-    "evaluate_copies",
     "evaluating",
     "fill_colour",
     "forward",

@@ -23,7 +23,10 @@ def label_margin(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]
 
 def label_range(labels: Int64[Tensor, " b"]) -> tuple[int, int] | None:
     """The smallest and the largest label, read once so that checks need no further synchronisation."""
-    return (int(labels.min()), int(labels.max())) if len(labels) else None
+    if not len(labels):
+        return None
+    smallest, largest = torch.stack(labels.aminmax()).tolist()
+    return smallest, largest
 
 
 def require_classes(labels: tuple[int, int] | None, classes: int) -> None:

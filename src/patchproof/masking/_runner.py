@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.masking._arithmetic import forward
+from patchproof.masking._arithmetic import Pass, passing
 from patchproof.masking._images import fill_colour, occlude
 from patchproof.types import CheckError, Classifier, InputError, Precision
 
@@ -37,7 +38,7 @@ class Engine:
             raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
 
 
-PARTS = (1, 4, 16)
+PARTS = (1, 8)
 """Batches of fixed sizes are whole chunks, or these parts of one."""
 
 
@@ -99,16 +100,22 @@ class Runner:
             refresh()
 
     def logits(
-        self, images: Float[Tensor, "j c h w"], *, precision: Precision | None = None
+        self,
+        images: Float[Tensor, "j c h w"],
+        *,
+        precision: Precision | None = None,
+        network: Callable[..., Pass] | None = None,
     ) -> Float[Tensor, "j classes"]:
-        """F of at most one chunk of images, in the engine's precision or another."""
-        precision = precision or self.engine.precision
+        """F of at most one chunk of images, in the engine's precision or another.
+
+        `network` is `passing` of the classifier, for those who call this many times and remember its answers.
+        """
+        precision, network = precision or self.engine.precision, network or partial(passing, self.classifier)
         if not self.fixed(images):
-            return forward(self.classifier, images, precision=precision)
+            return network(precision=precision)(images)
         shape = self.shape(len(images))
         compiled = self.engine.compile and precision == self.engine.precision and shape == self.chunk
-        padded = _padded(images, shape)
-        return forward(self.classifier, padded, precision=precision, compiled=compiled)[: len(images)]
+        return network(precision=precision, compiled=compiled)(_padded(images, shape))[: len(images)]
 
     def fixed(self, images: Tensor) -> bool:
         """On a GPU, or compiled, batches have few sizes: for every new one kernels are chosen anew, or compiled."""
@@ -132,11 +139,12 @@ class Runner:
         """read(F(x_b ⊙ m0 ⊙ m1), b) for every copy, a chunk at a time; the device is not waited for."""
         fill = fill_colour(self.classifier, images)
         copies = copies.to(images.device)
+        network = cache(partial(passing, self.classifier))
 
         def answer(start: int, size: int) -> Tensor:
             part = copies.part(start, size)
             masked = occlude(images[part.image], keep[part.first] & keep[part.second], fill)
-            return read(self.logits(masked, precision=precision), part.image)
+            return read(self.logits(masked, precision=precision, network=network), part.image)
 
         answers = self.in_chunks(len(copies.image), answer, fixed=self.fixed(images))
         self.passes += len(copies.image)
@@ -174,16 +182,3 @@ def out_of_memory(error: BaseException) -> bool:
 def _padded(images: Tensor, size: int) -> Tensor:
     missing = size - len(images)
     return torch.cat([images, images[-1:].expand(missing, -1, -1, -1)]) if missing > 0 else images
-
-
-def evaluate_copies(
-    classifier: Classifier,
-    images: Float[Tensor, "b c h w"],
-    keep: Bool[Tensor, "n 1 h w"],
-    copies: Copies,
-    read: Callable[[Tensor, Tensor], Tensor],
-    *,
-    engine: Engine,
-) -> Tensor:
-    """read(F(x_b ⊙ m0 ⊙ m1), b) for every copy, in the engine's chunks and precision."""
-    return Runner(classifier, engine).evaluate(images, keep, copies, read)

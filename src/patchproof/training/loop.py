@@ -50,6 +50,30 @@ class TrainingData:
     keep_decoded: bool = False
 
 
+class Timer:
+    """Seconds of work from here to `stop`, as the device sees it; nothing waits until they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self.times: list[float] = []
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, number: int) -> None:
+        self.times.append(time.perf_counter())
+        if self.events:
+            self.events[number].record()
+
+    @property
+    def seconds(self) -> float:
+        if not self.events:
+            return self.times[1] - self.times[0]
+        self.events[1].synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1000
+
+
 class Trainer:
     """Owns the weights while they change; `run` yields a report after every step, and can begin at any step."""
 
@@ -129,12 +153,12 @@ class Trainer:
         self._share_buffers()
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             images, labels = self._prepared(batch, images)
-            keep, search_seconds = self._search(images, labels)
+            keep, search = self._search(images, labels)
             loss = self._update(images, labels, keep, rate)
         self._update_average()
         self.step += 1
         seconds = time.perf_counter() - started
-        return StepReport(self.step, epoch, loss, rate, len(images), seconds, search_seconds)
+        return StepReport(self.step, epoch, loss, rate, len(images), seconds, search.seconds)
 
     def _share_buffers(self) -> None:
         """Every process searches with the main one's BatchNorm statistics, which are those a checkpoint holds."""
@@ -162,27 +186,21 @@ class Trainer:
             images = flip_and_crop(images, self.generator)
         return images, self.data.classes[batch.labels].to(images.device)
 
-    def _search(self, images: Tensor, labels: Tensor) -> tuple[Bool[Tensor, "copies b 1 h w"], float]:
+    def _search(self, images: Tensor, labels: Tensor) -> tuple[Bool[Tensor, "copies b 1 h w"], Timer]:
         """What to leave visible, and how long it took to find out."""
-        self._wait(images)
-        started = time.perf_counter()
+        timer = Timer(images.device)
         keep = self.strategy(self.classifier, images, labels)
-        self._wait(images)
-        seconds = time.perf_counter() - started
-        return (torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep), seconds
-
-    def _wait(self, images: Tensor) -> None:
-        if images.is_cuda:
-            torch.cuda.synchronize(images.device)
+        timer.stop()
+        return (torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep), timer
 
     def _update(self, images: Tensor, labels: Tensor, keep: Tensor, rate: float) -> float:
         """One optimiser step on the mean loss over images and copies, in parts; returns that loss."""
         _train_mode(self.classifier, head_only=self.plan.head_only)
         # With unequal shares, gradients averaged over processes would weigh images unequally; this undoes it.
-        total = self.accelerator.reduce(torch.tensor(float(len(images)), device=images.device), "sum")
-        weight = float(self.accelerator.num_processes / total)
+        processes, total = self.accelerator.num_processes, self._images_of_all(images)
+        weight = processes / total
         # At least two images a part, also of a short last batch; the same number of parts on every process.
-        count = max(1, min(self.plan.accumulate, int(total) // self.accelerator.num_processes // 2))
+        count = max(1, min(self.plan.accumulate, total // processes // 2))
         parts = list(
             zip(
                 *(t.tensor_split(count) for t in (images, labels)),
@@ -195,7 +213,7 @@ class Trainer:
             with self._synchronised(last=number == len(parts) - 1):
                 summed = masked_loss(self.model, *part, smoothing=self.plan.label_smoothing) * len(part[0]) * weight
                 self.accelerator.backward(summed)
-            loss += summed.detach() / self.accelerator.num_processes
+            loss += summed.detach() / processes
         mean = float(self.accelerator.reduce(loss, "sum"))
         if not torch.isfinite(torch.tensor(mean)):
             raise CheckError(
@@ -207,6 +225,12 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return mean
+
+    def _images_of_all(self, images: Tensor) -> int:
+        """How many images all processes have in this step; one alone need not ask its device."""
+        if self.accelerator.num_processes == 1:
+            return len(images)
+        return int(self.accelerator.reduce(torch.tensor(float(len(images)), device=images.device), "sum"))
 
     def _synchronised(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.accelerator.no_sync(self.model)

@@ -8,7 +8,8 @@ classifier as it was.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations_with_replacement
@@ -23,7 +24,7 @@ from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking import (
     Copies,
     Engine,
-    evaluate_copies,
+    Runner,
     evaluating,
     fill_colour,
     label_range,
@@ -164,10 +165,9 @@ class Cutout:
     def __call__(
         self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
-        rows = self._hidden(len(images), self.image_size[0])
-        columns = self._hidden(len(images), self.image_size[1])
+        rows, columns = (self._hidden(len(images), length).to(images.device) for length in self.image_size)
         hidden = (rows[..., :, None] & columns[..., None, :]).any(dim=0)
-        return ~hidden[None, :, None].to(images.device)
+        return ~hidden[None, :, None]
 
     def _hidden(self, count: int, length: int) -> Bool[Tensor, "squares b n"]:
         """Which pixels of one axis each square hides: [centre − side//2, … + side)."""
@@ -226,28 +226,33 @@ class Gutout:
 class Search:
     """Cross-entropy of masked copies, (image × mask) chunks at a time, through the engine of certification."""
 
-    classifier: Classifier
+    runner: Runner
     images: Float[Tensor, "b c h w"]
     labels: Int64[Tensor, " b"]
     keep: Bool[Tensor, "n 1 h w"]
-    engine: Engine
+
+    @classmethod
+    @contextmanager
+    def among(
+        cls, keep: Tensor, classifier: Classifier, images: Tensor, labels: Tensor, *, engine: Engine
+    ) -> Iterator[Search]:
+        """A search whose classifier is in eval mode, and in the mode it was in afterwards."""
+        with evaluating(classifier):
+            yield cls(Runner(classifier, engine), images, labels, keep)
 
     def losses(
         self, first: Int64[Tensor, "b k"], second: Int64[Tensor, "b k"], *, where: Bool[Tensor, "b k"] | None = None
     ) -> Float[Tensor, "b k"]:
         """ℓ(F(x_b ⊙ m_first ⊙ m_second), y_b); −∞, without a pass, where not asked for."""
-        where = torch.ones_like(first, dtype=torch.bool) if where is None else where
-        image = torch.nonzero(where)[:, 0]
-        with evaluating(self.classifier):
-            found = evaluate_copies(
-                self.classifier,
-                self.images,
-                self.keep,
-                Copies(image, first[where], second[where]),
-                self._cross_entropy,
-                engine=self.engine,
-            )
-        return found.new_full(first.shape, -torch.inf).masked_scatter(where, found)
+        if where is None:  # nothing to wait for the device for
+            rows = torch.arange(len(first), device=first.device)[:, None].expand_as(first)
+            return self._evaluated(Copies(rows.flatten(), first.flatten(), second.flatten())).view_as(first)
+        rows, columns = torch.nonzero(where, as_tuple=True)
+        found = self._evaluated(Copies(rows, first[rows, columns], second[rows, columns]))
+        return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
+
+    def _evaluated(self, copies: Copies) -> Float[Tensor, " j"]:
+        return self.runner.evaluate(self.images, self.keep, copies, self._cross_entropy)
 
     @cached_property
     def range(self) -> tuple[int, int] | None:
@@ -277,14 +282,15 @@ class Greedy:
     def __call__(
         self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
-        search = Search(classifier, images, labels, self.masks.keep(images.device), self.engine)
-        every = search.every(torch.arange(len(self.masks)))
-        first = search.losses(every, every).argmax(dim=1, keepdim=True)
-        others = all_but(first, len(self.masks))
-        if not others.shape[1]:
-            return search.keep[first[:, 0]][None]
-        second = others.gather(1, search.losses(first.expand_as(others), others).argmax(dim=1, keepdim=True))
-        return (search.keep[first[:, 0]] & search.keep[second[:, 0]])[None]
+        keep = self.masks.keep(images.device)
+        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+            every = search.every(torch.arange(len(self.masks)))
+            first = search.losses(every, every).argmax(dim=1, keepdim=True)
+            others = all_but(first, len(self.masks))
+            if not others.shape[1]:
+                return keep[first[:, 0]][None]
+            second = others.gather(1, search.losses(first.expand_as(others), others).argmax(dim=1, keepdim=True))
+        return (keep[first[:, 0]] & keep[second[:, 0]])[None]
 
 
 def all_but(chosen: Int64[Tensor, "b 1"], count: int) -> Int64[Tensor, "b others"]:
@@ -309,10 +315,11 @@ class Grid:
     def __call__(
         self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
-        search = Search(classifier, images, labels, self.masks.keep(images.device), self.engine)
+        keep = self.masks.keep(images.device)
         pairs = torch.tensor(list(combinations_with_replacement(range(len(self.masks)), 2)), device=images.device)
-        worst = pairs[search.losses(search.every(pairs[:, 0]), search.every(pairs[:, 1])).argmax(dim=1)]
-        return (search.keep[worst[:, 0]] & search.keep[worst[:, 1]])[None]
+        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+            worst = pairs[search.losses(search.every(pairs[:, 0]), search.every(pairs[:, 1])).argmax(dim=1)]
+        return (keep[worst[:, 0]] & keep[worst[:, 1]])[None]
 
 
 @dataclass(frozen=True)
@@ -353,13 +360,13 @@ class MultiSizeGreedy:
     ) -> Bool[Tensor, "copies b 1 h w"]:
         # Fine masks follow the coarse ones in `keep`, so mask i of the fine set is len(coarse) + i there.
         keep = torch.cat([self.coarse.keep(images.device), self.fine.keep(images.device)])
-        search = Search(classifier, images, labels, keep, self.engine)
-        every = search.every(torch.arange(len(self.coarse)))
-        alone = search.losses(every, every)
-        big1 = alone.argmax(dim=1, keepdim=True)
-        small1 = self._worst_child(search, big1)
-        big2 = self._second_coarse(search, alone, big1, small1)
-        small2 = self._worst_child(search, big2, given=small1)
+        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+            every = search.every(torch.arange(len(self.coarse)))
+            alone = search.losses(every, every)
+            big1 = alone.argmax(dim=1, keepdim=True)
+            small1 = self._worst_child(search, big1)
+            big2 = self._second_coarse(search, alone, big1, small1)
+            small2 = self._worst_child(search, big2, given=small1)
         pairs = ((big1, big2), (small1, small2))
         return torch.stack([keep[first[:, 0]] & keep[second[:, 0]] for first, second in pairs])
 
@@ -370,7 +377,9 @@ class MultiSizeGreedy:
         rows = [torch.tensor(c) + len(self.coarse) for c in self.children]
         masks = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(parent.device)[parent[:, 0]]
         first = masks if given is None else given.expand_as(masks)
-        return masks.gather(1, search.losses(first, masks, where=masks >= 0).argmax(dim=1, keepdim=True))
+        ragged = len(set(map(len, self.children))) > 1
+        losses = search.losses(first, masks, where=masks >= 0 if ragged else None)
+        return masks.gather(1, losses.argmax(dim=1, keepdim=True))
 
     def _second_coarse(
         self,
