@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,8 @@ def main() -> None:
     same = len({row["records_sha256"] for row in rows}) == 1
     print("the records are the same bytes" if same else "THE RECORDS DIFFER")
     if arguments.output:
-        report = {"certify": arguments.certify, "threads_a_process": 1, "rows": rows, "same_records": same}
+        report = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "certify": arguments.certify}
+        report |= {"threads_a_process": 1, "rows": rows, "same_records": same}
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(0 if same else 1)
 

@@ -27,9 +27,9 @@ def throughput() -> Iterator[str]:
         "ours, every pair",
         "of the bare network",
     )
-    heads += ("times the peer", "with early exit: passes an image", "times the peer")
+    heads += ("times the peer", "with early exit: passes an image", "times the peer", "decided otherwise")
     yield f"| {' | '.join(heads)} |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield f"|---|---|---|{'---:|' * (len(heads) - 3)}"
     for path in sorted((HERE / "results").glob("bench-*.json")):
         found = json.loads(path.read_text())
         rows = {row["name"]: row for row in found["rows"]}
@@ -37,11 +37,39 @@ def throughput() -> Iterator[str]:
         every, early = rows["ours, every pair"], rows["ours, early exit"]
         bare = max(found["raw_passes_per_second"].values())
         precision = found["config"]["precision"] + (", compiled" if found["config"]["compile"] else "")
-        cells = [found["model"], found["machine"]["device"], precision, str(found["images"]), f"{bare:,.0f}"]
+        images = f"{found['images']}{', all survive' if found['config']['surviving'] else ''}"
+        cells = [found["model"], found["machine"]["device"], precision, images, f"{bare:,.0f}"]
         cells += [f"{peer['passes_per_second']:,.0f}" if peer else "–", f"{every['passes_per_second']:,.0f}"]
         cells += [f"{every['passes_per_second'] / bare:.0%}", _times(every, peer)]
         cells += [f"{early['passes'] / early['images']:.1f} of {found['pairs']}", _times(early, peer)]
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join([*cells, str(max(found['differ'].values(), default='–'))])} |"
+
+
+def scaling() -> Iterator[str]:
+    """How the cost of certification grows with masks an axis."""
+    yield "| model | device | masks an axis | masks | pairs | images | passes an image | seconds an image |"
+    yield f"|---|---|{'---:|' * 6}"
+    for path in sorted((HERE / "results").glob("bench-*.json")):
+        found = json.loads(path.read_text())
+        for row in found["scaling"].get("masks", []):
+            cells = [found["model"], found["machine"]["device"], *(str(row[k]) for k in ("per_axis", "masks", "pairs"))]
+            cells += [
+                str(row["images"]),
+                f"{row['passes'] / row['images']:.1f}",
+                f"{row['seconds'] / row['images']:.3g}",
+            ]
+            yield f"| {' | '.join(cells)} |"
+
+
+def processes() -> Iterator[str]:
+    """How the time of one certification falls with processes."""
+    yield "| machine | processes | seconds | times as fast | same records |"
+    yield "|---|---:|---:|---:|---|"
+    for path in sorted((HERE / "results").glob("processes-*.json")):
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            cells = [found["machine"], str(row["processes"]), f"{row['seconds']:.1f}", f"{row['speed_up']:.2f}"]
+            yield f"| {' | '.join([*cells, 'yes' if found['same_records'] else 'NO'])} |"
 
 
 def _times(ours: dict[str, float], peer: dict[str, float] | None) -> str:
@@ -97,6 +125,8 @@ def memory() -> Iterator[str]:
 
 TABLES = {
     "throughput": throughput,
+    "scaling": scaling,
+    "processes": processes,
     "precision": precision,
     "gaps": gaps,
     "greedy-steps": greedy_steps,

@@ -108,7 +108,7 @@ class Bench:
             differ["reference"] = _differing(verdicts, found)
         return {
             "machine": {"device": device_name(device), "system": platform.platform(), "versions": versions()},
-            "config": resolved(self.config),
+            "config": {name: value for name, value in resolved(self.config).items() if name != "output"},
             "model": self.setup.classifier.architecture,
             "images": len(self.images),
             "masks": len(masks),
