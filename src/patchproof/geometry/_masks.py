@@ -1,4 +1,4 @@
-"""Where a patch can be and which masks hide it: 𝓡, 𝓜, and the only coordinate arithmetic of the package."""
+"""Where a patch can be at the network input and which masks hide it: 𝓡 and 𝓜."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from patchproof.types import InputError, Interpolation, Preprocessing, Size
+from patchproof.types import InputError, Size
 
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
@@ -273,124 +273,3 @@ def _axis_masks(n: int, p: int, k: int) -> list[Interval]:
     side = min(p + stride - 1, n)
     starts = sorted({min(i * stride, n - side) for i in range(k)})
     return [(start, start + side) for start in starts]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Resize to `resized` (height, width), then cut `size` out at (`top`, `left`)."""
-
-    resized: Size
-    top: int
-    left: int
-    size: Size
-
-
-def placement(preprocessing: Preprocessing, native_size: Size) -> Placement:
-    """Where the network input lies in the resized image."""
-    resized = _resized(preprocessing.resize, native_size)
-    crop = preprocessing.crop or resized
-    if crop[0] > resized[0] or crop[1] > resized[1]:
-        raise InputError(
-            f"the crop {crop} is larger than the image {resized} it is cut from; resize to at least {max(crop)}"
-        )
-    return Placement(resized, _centred(resized[0], crop[0]), _centred(resized[1], crop[1]), crop)
-
-
-def _centred(length: int, crop: int) -> int:
-    return round((length - crop) / 2)  # halves to even, as torchvision's CenterCrop does
-
-
-def _resized(resize: int | Size | None, native_size: Size) -> Size:
-    if resize is None:
-        return native_size
-    if isinstance(resize, tuple):
-        return resize
-    height, width = native_size
-    shorter = min(height, width)
-    return height * resize // shorter, width * resize // shorter
-
-
-def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessing) -> Rect | None:
-    """The smallest rectangle of the network input that holds every pixel the native `patch` can change."""
-    if not Rect(0, 0, *native_size).contains(patch):
-        raise InputError(f"{patch} is not inside the image of {native_size[0]}×{native_size[1]}")
-    rows, columns = _influences(native_size, preprocessing)
-    reached_rows = np.flatnonzero(rows[:, patch.top : patch.bottom].any(axis=1))
-    reached_columns = np.flatnonzero(columns[:, patch.left : patch.right].any(axis=1))
-    if not len(reached_rows) or not len(reached_columns):
-        return None
-    (top, bottom), (left, right) = reached_rows[[0, -1]].tolist(), reached_columns[[0, -1]].tolist()
-    return Rect(top, left, bottom - top + 1, right - left + 1)
-
-
-def native_threat(*, native_size: Size, patch_sizes: Sequence[Size], preprocessing: Preprocessing) -> PatchThreat:
-    """𝓡 at the network input for a patch on the original image: its largest footprint through resize and crop.
-
-    A 5×5 patch on a 32×32 image touches up to 55×55 pixels of its bicubic 224×224 copy, not 35×35.
-    """
-    native = PatchThreat(native_size, tuple(patch_sizes))
-    rows, columns = _influences(native_size, preprocessing)
-    sizes = tuple((_longest_reach(rows, h), _longest_reach(columns, w)) for h, w in native.patch_sizes)
-    return PatchThreat(placement(preprocessing, native_size).size, sizes)
-
-
-def _influences(native_size: Size, preprocessing: Preprocessing) -> tuple[np.ndarray, np.ndarray]:
-    place = placement(preprocessing, native_size)
-    rows = _axis_influence(native_size[0], place.resized[0], preprocessing)
-    columns = _axis_influence(native_size[1], place.resized[1], preprocessing)
-    return rows[place.top : place.top + place.size[0]], columns[place.left : place.left + place.size[1]]
-
-
-def _axis_influence(native: int, resized: int, preprocessing: Preprocessing) -> np.ndarray:
-    """[x, i]: does native pixel i have a weight in resized pixel x?"""
-    if native == resized:
-        return np.eye(native, dtype=bool)
-    if preprocessing.interpolation == "nearest":
-        return nearest_sources(native, resized)[:, None] == np.arange(native)
-    if not preprocessing.antialias:
-        return resize_weights(native, resized, preprocessing.interpolation) != 0
-    # Pillow's kernels. It rounds weights to 22 bits, so that one that should be zero is.
-    d, unit = _distances(np.arange(native), native, resized), 2 * max(native, resized)
-    return d < unit if preprocessing.interpolation == "bilinear" else (d < 2 * unit) & (d != unit)
-
-
-def _distances(i: np.ndarray, native: int, resized: int) -> np.ndarray:
-    """[x, i]: distance between resized pixel x and native pixel i in units of 1/(2·resized) native pixels: integers.
-
-    Resized pixel x is centred on native coordinate (x + ½)·native/resized − ½.
-    """
-    x = np.arange(resized, dtype=np.int64)[:, None]
-    return np.abs((2 * i.astype(np.int64) + 1) * resized - (2 * x + 1) * native)
-
-
-def nearest_sources(native: int, resized: int) -> np.ndarray:
-    """The native pixel that each resized pixel copies, ⌊(x + ½)·native/resized⌋, in integers."""
-    return ((2 * np.arange(resized, dtype=np.int64) + 1) * native) // (2 * resized)
-
-
-def resize_weights(native: int, resized: int, interpolation: Interpolation) -> np.ndarray:
-    """[x, i]: weight of native pixel i in resized pixel x without antialiasing; zero weights are exactly zero.
-
-    The usual kernels (torch's: cubic with a = −¾, the rim repeated). Distances are integers until the kernel is
-    evaluated, so the pixels a native patch can change are known without rounding.
-    """
-    taps = np.arange(-2, native + 2)
-    d = _distances(taps, native, resized) / (2 * resized)
-    if interpolation == "bilinear":
-        weights = np.where(d < 1, 1 - d, 0.0)
-    else:
-        near, far = (1.25 * d - 2.25) * d * d + 1, ((-0.75 * d + 3.75) * d - 6) * d + 3
-        weights = np.where(d < 1, near, np.where((d > 1) & (d < 2), far, 0.0))
-    inner = weights[:, 2:-2].copy()
-    inner[:, 0] += weights[:, :2].sum(axis=1)
-    inner[:, -1] += weights[:, -2:].sum(axis=1)
-    return inner
-
-
-def _longest_reach(influence: np.ndarray, patch: int) -> int:
-    """Largest extent, over all positions of the patch, of the input pixels it influences; at least 1."""
-    before = np.pad(influence.cumsum(axis=1), ((0, 0), (1, 0)))
-    reached = before[:, patch:] > before[:, :-patch]  # [x, position]
-    first = reached.argmax(axis=0)
-    last = len(reached) - 1 - reached[::-1].argmax(axis=0)
-    return int(np.where(reached.any(axis=0), last - first + 1, 1).max())
