@@ -38,7 +38,7 @@ class Engine:
             raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
 
 
-PARTS = (1, 8)
+PARTS = (1, 4)
 """Batches of fixed sizes are whole chunks, or these parts of one."""
 
 
