@@ -62,10 +62,20 @@ class Step:
         return [*words, "--output", str(runs / self.name), "--resume"]
 
 
-def training(name: str, dataset: str, strategy: str, seed: int, *, images: int, epochs: int, extra: tuple = ()) -> Step:
+def training(
+    name: str, dataset: str, strategy: str, seed: int, *, images: int, epochs: int, extra: tuple[str, ...] = ()
+) -> Step:
     copies = 2 if strategy in TWO_COPIES else 1
     passes = images * epochs * (EXTRA_PASSES.get(strategy, 0) + PASSES_OF_AN_UPDATE * copies)
-    words = ("train", "--model", "tf_efficientnet_lite0", "--weights", "zoo", "--dataset", f"DATA/{dataset}")
+    words: tuple[str, ...] = (
+        "train",
+        "--model",
+        "tf_efficientnet_lite0",
+        "--weights",
+        "zoo",
+        "--dataset",
+        f"DATA/{dataset}",
+    )
     words += ("--strategy", strategy, "--seed", str(seed), "--epochs", str(epochs), "--precision", "bf16")
     words += ("--keep-decoded", "--workers", "16", "--validation-images", "100", *extra)
     searching = strategy.startswith(("greedy", "grid"))
@@ -81,13 +91,13 @@ def certification(
     *,
     images: int,
     limit: int | None = None,
-    extra: tuple = (),
+    extra: tuple[str, ...] = (),
 ) -> Step:
     pixels = {"1%": 23, "2%": 32, "3%": 39}.get(patch) or int(patch.removesuffix("px"))
     threat = PatchThreat.square(image_size=(224, 224), pixels=pixels)
     pairs = len(covering_masks(threat, per_axis=masks).unions)
     count = min(images, limit or images)
-    words = (
+    words: tuple[str, ...] = (
         "certify",
         *weights.split(),
         "--dataset",
@@ -165,7 +175,29 @@ def imagenet() -> Iterator[Step]:
             yield certification("imagenet/zoo", weights, "imagenet-val-1000", patch, masks, images=1_000)
 
 
-EXPERIMENTS = {"imagenette": imagenette, "imagenette-more": imagenette_more, "cifar10": cifar10, "imagenet": imagenet}
+def attacked() -> Iterator[Step]:
+    """Both bounds for `cutout` and `greedy`: every twentieth image, attacked with and without the defence."""
+    for strategy in ("cutout", "greedy"):
+        name = f"imagenette/{strategy}-seed0"
+        words: tuple[str, ...] = (
+            "attack",
+            "--weights",
+            f"RUNS/{name}/train/checkpoint-last",
+            "--dataset",
+            "DATA/imagenette2-160",
+        )
+        words += ("--patch", "3%", "--masks", "3", "--limit", "197", "--workers", "16")
+        copies = 2 * 40 * 4 * 2 * 18  # objectives, steps, places, starts, copies of each
+        yield Step(f"{name}/attack-3percent-3x3", words, 197 * copies * 3, after=f"{name}/train")
+
+
+EXPERIMENTS = {
+    "imagenette": imagenette,
+    "imagenette-more": imagenette_more,
+    "cifar10": cifar10,
+    "imagenet": imagenet,
+    "attacked": attacked,
+}
 
 
 def keep(folder: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchproof.records import ACCURACIES, Rate, Record, Tally
+from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Rate, Record, Tally, parse_record
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,78 @@ class Result:
         return self.rates["certified"]
 
 
+@dataclass(frozen=True)
+class Attacked:
+    """One run of attacks, counted from its records."""
+
+    experiment: str
+    strategy: str
+    patch: str
+    masks: int
+    rates: dict[str, Rate]
+    available: int
+    broken: int
+    passes: int
+    queries: int
+    plan: str
+    seconds: float
+    device: str
+
+
+def read_attacks(folder: Path) -> list[Attacked]:
+    """Every run of attacks below the folder."""
+    return [attacked(path, folder) for path in runs_of("attack", folder)]
+
+
+def attacked(path: Path, root: Path) -> Attacked:
+    manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
+    records = [record for record in map(parse_record, _lines(path)) if isinstance(record, AttackRecord)]
+    tally = Tally(ATTACK_ACCURACIES).add(records)
+    _refuse_contradiction(path, tally, results)
+    experiment, run = path.relative_to(root).parts[:2]
+    config = manifest["config"]
+    plan = f"{config['places']} places, {config['restarts']} starts, {config['steps']} steps"
+    return Attacked(
+        experiment=experiment,
+        strategy=run.partition("-seed")[0],
+        patch=config["patch"],
+        masks=config["masks"],
+        rates=tally.rates(),
+        available=manifest["data"]["images"],
+        broken=sum(record.broken for record in records),
+        passes=sum(record.passes for record in records),
+        queries=sum(record.queries for record in records),
+        plan=plan,
+        seconds=results["cost"]["seconds"],
+        device=manifest["device"],
+    )
+
+
+def runs_of(command: str, folder: Path) -> list[Path]:
+    found = [path.parent for path in sorted(folder.rglob("manifest.json"))]
+    return [path for path in found if _json(path / "manifest.json")["command"] == command]
+
+
+def _lines(path: Path) -> list[str]:
+    return lzma.decompress((path / "records.jsonl.xz").read_bytes()).decode().splitlines()
+
+
+def _refuse_contradiction(path: Path, tally: Tally, results: dict[str, Any]) -> None:
+    for name, rate in tally.rates().items():
+        if (rate.k, rate.n) != (results[name]["k"], results[name]["n"]):
+            raise SystemExit(f"{path}: results.json contradicts the records about `{name}`")
+
+
 def read(folder: Path) -> list[Result]:
     """Every certification below the folder."""
-    found = [path.parent for path in sorted(folder.rglob("manifest.json"))]
-    return [result(path, folder) for path in found if _json(path / "manifest.json")["command"] == "certify"]
+    return [result(path, folder) for path in runs_of("certify", folder)]
 
 
 def result(path: Path, root: Path) -> Result:
     manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
-    lines = lzma.decompress((path / "records.jsonl.xz").read_bytes()).decode().splitlines()
-    records = [Record.parse(line) for line in lines]
+    records = [Record.parse(line) for line in _lines(path)]
     tally = Tally().add(records)
-    for name in ACCURACIES:
-        if (tally.rates()[name].k, tally.rates()[name].n) != (results[name]["k"], results[name]["n"]):
-            raise SystemExit(f"{path}: results.json contradicts the records about `{name}`")
+    _refuse_contradiction(path, tally, results)
     experiment, run = path.relative_to(root).parts[:2]
     strategy, _, seed = run.partition("-seed")
     config = manifest["config"]

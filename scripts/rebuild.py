@@ -15,14 +15,60 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
-from evidence_records import Result, pick, read
-from evidence_tables import build
+from evidence_imagenette import curve, headline_table, masks_table, paper_table, rivals_table, seeds_table
+from evidence_records import Attacked, Result, pick, read, read_attacks
+from evidence_tables import (
+    TITLES,
+    demo_table,
+    grid_table,
+    native_table,
+    sandwich_table,
+    setting_columns,
+    strategies_table,
+)
 
-from patchproof.report._tables import csv_text, markdown
+from patchproof.report._tables import Table, csv_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/reproducing.md", "results/README.md")
+DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
+
+
+def build(results: list[Result], attacks: list[Attacked]) -> tuple[list[Table], list[Any]]:
+    tables: list[Table] = []
+    for name in sorted({run.experiment for run in attacks}):
+        own = [run for run in attacks if run.experiment == name]
+        tables.append(sandwich_table(f"{name}-attacked", f"{TITLES[name]}: between the two bounds", own))
+    pictures = []
+    nette = pick(results, experiment="imagenette")
+    if nette:
+        settings = setting_columns(("1%", "2%", "3%"), (3, 6))
+        shown = [r for r in nette if r.masks in (3, 6)]
+        tables.append(strategies_table("imagenette", "ImageNette, EfficientNet-lite0", shown, settings, main=("3%", 3)))
+        tables += [
+            headline_table(nette),
+            seeds_table(nette),
+            rivals_table(nette),
+            paper_table(nette),
+            masks_table(nette),
+        ]
+        pictures += curve(nette)
+    cifar = pick(results, experiment="cifar10")
+    if cifar:
+        settings = setting_columns(("14px", "35px"), (3, 6))
+        usual = pick(cifar, native=False)
+        tables += [
+            strategies_table("cifar10", "CIFAR-10 at 224", usual, settings, main=("35px", 3)),
+            native_table(cifar),
+        ]
+    demo = pick(results, experiment="demo")
+    if demo:
+        tables.append(demo_table(demo))
+    net = pick(results, experiment="imagenet")
+    if net:
+        tables.append(grid_table("imagenet", "ImageNet, 1,000 validation images, pretrained as it is", net))
+    return tables, pictures
 
 
 def values(results: list[Result]) -> dict[str, str]:
@@ -65,7 +111,7 @@ def filled(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
 def wanted_files(root: Path) -> dict[Path, bytes]:
     """Everything this script writes, and what it should hold."""
     results = read(root / "results")
-    tables, pictures = build(results)
+    tables, pictures = build(results, read_attacks(root / "results"))
     texts = {table.key: markdown(table) for table in tables}
     files = {root / "results" / "tables" / f"{table.key}.md": texts[table.key].encode() for table in tables}
     files |= {root / "results" / "tables" / f"{table.key}.csv": csv_text(table).encode() for table in tables}
