@@ -21,6 +21,7 @@ from evidence_imagenette import curve, headline_table, masks_table, paper_table,
 from evidence_records import Attacked, Result, pick, read, read_attacks
 from evidence_tables import (
     TITLES,
+    demo_masks_table,
     demo_table,
     grid_table,
     native_table,
@@ -64,7 +65,7 @@ def build(results: list[Result], attacks: list[Attacked]) -> tuple[list[Table], 
         ]
     demo = pick(results, experiment="demo")
     if demo:
-        tables.append(demo_table(demo))
+        tables += [demo_table(demo), demo_masks_table(demo)]
     net = pick(results, experiment="imagenet")
     if net:
         tables.append(grid_table("imagenet", "ImageNet, 1,000 validation images, pretrained as it is", net))

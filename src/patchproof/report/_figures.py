@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +33,9 @@ FILLS = ((COLOURS[0], ""), ("none", "////"))
 INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
 """Inches: as narrow as a telephone's screen needs to keep the labels readable."""
+
+TITLE_WIDTH = 46
+"""Letters of a title that fit into one line."""
 
 STYLE: dict[str, Any] = {
     "axes.edgecolor": INK,
@@ -120,11 +125,17 @@ def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         plot(axes)
-        axes.set_title(title)
+        axes.set_title(_in_lines(title))
         handles, labels = axes.get_legend_handles_labels()
         if labels:
             figure.legend(handles, labels, loc="outside lower left", ncols=_legend_columns(labels))
         return Picture(key, title, alt, figure)
+
+
+def _in_lines(title: str) -> str:
+    """In lines that fit; `n = 400` is not torn apart."""
+    whole = title.replace(" = ", "\u00a0=\u00a0")
+    return textwrap.fill(whole, TITLE_WIDTH).replace("\u00a0", " ")
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
@@ -150,7 +161,23 @@ def series_style(number: int) -> dict[str, Any]:
     }
 
 
-def error_line(axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int) -> None:
+def percent_axis(axes: Axes, rates: Iterable[Rate]) -> None:
+    """From the ten below the lowest interval up to 100: what differs can be seen, and the ticks say where it starts."""
+    lowest = min((100 * rate.interval[0] for rate in rates), default=0.0)
+    start = 10 * max(0, math.floor((lowest - 2) / 10))
+    axes.set_ylim(start - (100 - start) / 50, 100 + (100 - start) / 50)
+
+
+def error_line(
+    axes: Axes,
+    x: Sequence[float],
+    rates: Sequence[Rate],
+    *,
+    label: str,
+    number: int,
+    of: int,
+    joined: bool = True,
+) -> None:
     """Rates against x, with their 95% intervals; line `number` of `of` is moved aside a little, so that none hides."""
     aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
     axes.errorbar(
@@ -161,7 +188,7 @@ def error_line(axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: 
         elinewidth=1,
         label=label,
         transform=axes.transData + aside,
-        **series_style(number),
+        **series_style(number) | ({} if joined else {"linestyle": "none"}),
     )
 
 

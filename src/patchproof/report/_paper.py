@@ -37,10 +37,15 @@ def paper_numbers(facts: Facts, strategy: str | None) -> list[PaperNumber]:
 
 
 def _cell(facts: Facts, strategy: str, family: str) -> list[PaperNumber]:
-    recipe = recipes().get(f"{facts.dataset}-{family}-{strategy}")
+    recipe = recipes().get(f"{paper_dataset(facts.dataset)}-{family}-{strategy}")
     found = [e for e in recipe.expectations if _same_setting(e, facts)] if recipe else []
     context = _difference(facts, family)
     return [PaperNumber(e.table, e.certified, e.defended, context) for e in found]
+
+
+def paper_dataset(name: str) -> str:
+    """ImageNette comes in folders called imagenette2, imagenette2-320 and imagenette2-160."""
+    return "imagenette" if name.startswith("imagenette") else name
 
 
 def _same_setting(expected: Expectation, facts: Facts) -> bool:

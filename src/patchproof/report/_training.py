@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from patchproof.report._figures import COLOURS, LINES, Picture, draw, error_line
+from patchproof.report._figures import COLOURS, LINES, Picture, draw, error_line, percent_axis
 from patchproof.report._runs import Epoch, TrainRun
 from patchproof.report._tables import Column, Table
 from patchproof.report._text import shortened
@@ -81,7 +81,8 @@ def _validation_picture(runs: Sequence[TrainRun], name: str) -> Picture | None:
                 axes, [float(e.epoch) for e in run.epochs], rates, label=line_name(run), number=number, of=len(runs)
             )
         last = max(epoch.epoch for run in runs for epoch in run.epochs)
-        axes.set(xlabel="epoch", ylabel=f"{name} (% of validation images)", ylim=(-2, 102), xlim=(0.7, last + 0.3))
+        axes.set(xlabel="epoch", ylabel=f"{name} (% of validation images)", xlim=(0.5, last + 0.5))
+        percent_axis(axes, (getattr(epoch, name) for run in runs for epoch in run.epochs))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     n = ", ".join(f"{total:,}" for total in sorted({_size(epoch, name) for run in runs for epoch in run.epochs}))

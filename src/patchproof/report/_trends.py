@@ -7,10 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from matplotlib.axes import Axes
 
 from patchproof.report._compare import Entry
-from patchproof.report._figures import Picture, draw, error_line
+from patchproof.report._figures import Picture, draw, error_line, percent_axis
 from patchproof.report._text import shortened
+from patchproof.training import STRATEGIES
 
 FEW_TICKS = 8
+FEW_NAMES = 4
+"""As many ticks with numbers, or with names, stand side by side."""
 
 
 def comparison_pictures(entries: Sequence[Entry]) -> list[Picture]:
@@ -37,7 +40,7 @@ def comparison_pictures(entries: Sequence[Entry]) -> list[Picture]:
             known,
             key="by-training-cost",
             title="Certified accuracy against training cost",
-            unit="extra passes an image in training, forward and backward",
+            unit="strategy, and its extra passes an image in training",
             x=lambda e: None if e.training.passes is None else float(e.training.passes),
             rest=lambda e: (e.run.facts.masks_words, e.run.facts.patch_words),
             by_strategy=False,
@@ -62,33 +65,53 @@ def _against(
         return None
     names = _distinct_words(list(lines))
     totals = sorted({entry.certified.n for points in lines.values() for _, entry in points})
+    costs = {(value, entry.label) for points in lines.values() for value, entry in points}
+    places = {cost: place for place, cost in enumerate(sorted(costs, key=_by_cost))}
 
     def plot(axes: Axes) -> None:
         for number, (name, points) in enumerate(zip(names, lines.values(), strict=True)):
             rates = [entry.certified for _, entry in points]
-            error_line(axes, [value for value, _ in points], rates, label=name, number=number, of=len(lines))
-        _scale_x(axes, [point for points in lines.values() for point in points], costs=not by_strategy)
-        axes.set(xlabel=unit, ylabel="certified (% of images)", ylim=(-2, 102))
+            at = [value if by_strategy else float(places[value, entry.label]) for value, entry in points]
+            error_line(axes, at, rates, label=name, number=number, of=len(lines), joined=by_strategy)
+        if by_strategy:
+            _scale_x(axes, [value for points in lines.values() for value, _ in points])
+        else:
+            _name_x(axes, list(places))
+        axes.set(xlabel=unit, ylabel="certified (% of images)")
+        percent_axis(axes, (entry.certified for points in lines.values() for _, entry in points))
 
     n = ", ".join(f"{total:,}" for total in totals)
     alt = f"{title}: {len(lines)} lines with 95% intervals, n = {n}."
     return draw(key, f"{title}, n = {shortened(n, 24)}", alt, plot, height=3.0 + 0.16 * len(lines))
 
 
-def _scale_x(axes: Axes, points: Sequence[tuple[float, Entry]], *, costs: bool) -> None:
-    """Room for lines moved aside, and a tick at each value there is, if they are few.
-
-    Costs reach from 0 to 666, so their axis is logarithmic from 1 on, and the strategies stand below them.
-    """
-    values = sorted({value for value, _ in points})
+def _scale_x(axes: Axes, found: Sequence[float]) -> None:
+    """Room for lines moved aside, and a tick at each value there is, if they are few."""
+    values = sorted(set(found))
     aside = 0.12 * (values[-1] - values[0])
-    if costs:
-        axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlim(*((values[0] - 0.6, 2 * values[-1]) if costs else (values[0] - aside, values[-1] + aside)))
+    axes.set_xlim(values[0] - aside, values[-1] + aside)
     if len(values) <= FEW_TICKS:
-        below = {value: sorted({entry.label for x, entry in points if x == value}) for value in values if costs}
-        axes.set_xticks(values, ["\n".join([f"{round(v, 1):g}", *below.get(v, [])]) for v in values])
+        axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
         axes.minorticks_off()
+
+
+def _by_cost(cost: tuple[float, str]) -> tuple[float, int, str]:
+    """Cheapest first; of the same cost in the order of the paper's tables."""
+    known = list(STRATEGIES)
+    return cost[0], known.index(cost[1]) if cost[1] in known else len(known), cost[1]
+
+
+def _name_x(axes: Axes, costs: Sequence[tuple[float, str]]) -> None:
+    """A place for each strategy in the order of its cost, which stands below its name."""
+    many = len(costs) > FEW_NAMES
+    words = [shortened(f"{name}: {cost:g}" if many else name, 18) for cost, name in costs]
+    words = words if many else [f"{word}\n{cost:g}" for word, (cost, _) in zip(words, costs, strict=True)]
+    axes.set_xticks(range(len(costs)), words)
+    if many:
+        axes.tick_params(axis="x", rotation=40)
+        for label in axes.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+    axes.set_xlim(-0.5, len(costs) - 0.5)
 
 
 def _lines(

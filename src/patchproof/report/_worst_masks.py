@@ -49,7 +49,7 @@ def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: 
         images, labels = sample(source, classifier)
         words = output_words(source, classifier)
         if not strips:
-            strips.append(Strip("image", images, [words[label] for label in labels.tolist()]))
+            strips.append(Strip("image", images, [shortened(words[label], 22) for label in labels.tolist()]))
         strips += masked_strips(name, strategy, classifier, images, labels, words, seed=seed)
     return draw_strips(strips)
 
@@ -89,7 +89,7 @@ def masked_strips(
         logits = forward(classifier, occlude(images, visible, fill_colour(classifier, images)))
         losses = functional.cross_entropy(logits, labels, reduction="none").tolist()
         answers = [words[i] for i in logits.argmax(dim=1).tolist()]
-        captions = [f"{answer} ({loss:.2f})" for answer, loss in zip(answers, losses, strict=True)]
+        captions = [f"{shortened(answer, 22)}\n{loss:.2f}" for answer, loss in zip(answers, losses, strict=True)]
         title = f"{name} {number}" if len(keep) > 1 else name
         strips.append(Strip(title, torch.where(visible, images, shade), captions))
     return strips
@@ -98,14 +98,14 @@ def masked_strips(
 def draw_strips(strips: Sequence[Strip]) -> Picture:
     count = len(strips[0].captions)
     with styled():
-        figure = Figure(figsize=(1.25 * count + 0.3, 1.42 * len(strips) + 0.3), layout="constrained")
+        figure = Figure(figsize=(1.25 * count + 0.3, 1.5 * len(strips) + 0.3), layout="constrained")
         grid = figure.subplots(len(strips), count, squeeze=False)
         for row, strip in zip(grid, strips, strict=True):
             row[0].set_ylabel(shortened(printable(strip.title), 22), fontsize=8)
             for axes, picture, caption in zip(row, strip.images, strip.captions, strict=True):
                 _show(axes, picture, caption)
         title = f"What each strategy hides from its own network, n = {count} images"
-        figure.suptitle(f"{title}: answer (loss in nats)", fontsize=9.5)
+        figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
         return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)
 
 
@@ -114,5 +114,5 @@ def _show(axes: Axes, picture: Tensor, caption: str) -> None:
         picture = functional.interpolate(picture[None], size=(LARGEST, LARGEST), mode="bilinear", antialias=True)[0]
     pixels = picture.permute(1, 2, 0).mul(255).round().to(torch.uint8).numpy()
     axes.imshow(pixels, interpolation="none")
-    axes.set_xlabel(shortened(caption, 22), fontsize=6.5)
+    axes.set_xlabel(caption, fontsize=6.5)
     axes.set(xticks=[], yticks=[])
