@@ -12,16 +12,16 @@ from patchproof.report._tables import Column, Table
 from patchproof.training import STRATEGIES
 
 ORDER = list(STRATEGIES)
-TITLES = {"imagenette": "ImageNette", "demo": "The networks of `make demo`", "cifar10": "CIFAR-10"}
+TITLES = {"imagenette": "ImageNette", "demo": "The networks of make demo", "cifar10": "CIFAR-10"}
 
 
-def cell(results: Sequence[Result], **wanted: object) -> str | None:
-    """`82.1 ±1.2`: the rate and half of its exact 95% interval; `*` for a part of the images."""
+def cell(results: Sequence[Result], *, star: str = "*", **wanted: object) -> str | None:
+    """`82.1 ±1.2`: the rate and half of its exact 95% interval; a star for a part of the images."""
     found = pick(results, **wanted)
     if not found:
         return None
     rate = found[0].certified
-    return rate_text(rate) + ("*" if rate.n < found[0].available else "")
+    return rate_text(rate) + (star if rate.n < found[0].available else "")
 
 
 def rate_text(rate: Rate) -> str:
@@ -164,10 +164,10 @@ def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
 def demo_masks_table(results: list[Result]) -> Table:
     """Certified by the networks of `make demo`, with other mask sets than they were trained on too."""
     masks = sorted({r.masks for r in results})
-    rows = [(s, *(cell(results, strategy=s, masks=m) for m in masks)) for s in ("cutout", "greedy")]
+    rows = [(s, *(cell(results, strategy=s, masks=m, star="") for m in masks)) for s in ("cutout", "greedy")]
     columns = (Column("strategy"), *(Column(f"{m}×{m}", group="certified") for m in masks))
-    words = f"n = {results[0].certified.n}, {results[0].device}, seed 0."
-    return Table("demo-masks", "The networks of `make demo`, any 5×5 patch", columns, tuple(rows), (words,))
+    words = f"n = {results[0].certified.n} of {results[0].available:,} test images, {results[0].device}, seed 0."
+    return Table("demo-masks", "The networks of make demo, any 5×5 patch", columns, tuple(rows), (words,))
 
 
 def demo_table(results: list[Result]) -> Table:
@@ -179,6 +179,5 @@ def demo_table(results: list[Result]) -> Table:
         shares = [f"{100 * r.rates[name].rate:.1f}%" for name in ("undefended", "defended", "certified")]
         rows.append((r.strategy, f"{r.masks}×{r.masks} masks", *shares, f"{100 * low:.1f}–{100 * high:.1f}%"))
     names = ("fine-tuned on", "certified with", "undefended", "defended", "certified", "95% interval")
-    n, minutes = results[0].certified.n, sum(r.seconds for r in shown) / 60
-    words = f"n = {n}, seed 0, {results[0].device}; certifying took {minutes:.1f} minutes."
-    return Table("demo", "`make demo`: Fashion-MNIST, any 5×5 patch", tuple(map(Column, names)), tuple(rows), (words,))
+    words = f"n = {results[0].certified.n}, seed 0, {results[0].device}."
+    return Table("demo", "make demo: Fashion-MNIST, any 5×5 patch", tuple(map(Column, names)), tuple(rows), (words,))

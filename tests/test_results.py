@@ -1,0 +1,99 @@
+"""results/ and the documents that quote it: every number comes out of the records."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import shutil
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+RUN = Path("imagenette") / "greedy-seed0" / "certify-3percent-3x3"
+
+
+@pytest.fixture(scope="module")
+def rebuild():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import rebuild
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    return rebuild
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in lzma.open(folder / "records.jsonl.xz", "rt", encoding="utf-8")]
+
+
+def share(folder: Path, name: str) -> float:
+    """The percentage, counted without the program."""
+    found = [record[name] for record in records(folder)]
+    return 100 * found.count(True) / len(found)
+
+
+def without_blocks(text: str) -> str:
+    """What was typed by hand: no tables and numbers from records, no transcripts."""
+    for written in (r"<!-- results: .*?<!-- end -->", r"<!-- = .*?<!-- \. -->", r"```.*?```"):
+        text = re.sub(written, "", text, flags=re.S)
+    return text
+
+
+def test_tables_and_documents_hold_what_the_records_say(rebuild):
+    assert rebuild.out_of_date() == []
+
+
+def test_the_headline_is_what_a_plain_count_gives(rebuild):
+    table = (RESULTS / "tables" / "headline.md").read_text("utf-8")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
+    for run in {path.parent.name.partition("-seed")[0] for path in RESULTS.glob("imagenette/*/train")}:
+        folders = sorted(RESULTS.glob(f"imagenette/{run}-seed*/certify-3percent-3x3"))
+        undefended = statistics.mean(share(folder, "undefended") for folder in folders)
+        certified = statistics.mean(share(folder, "certified") for folder in folders)
+        assert f"| {len(folders)} |" in rows[run]
+        assert f"| {undefended:.1f} | {certified:.1f}" in rows[run]
+
+
+def test_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
+    shutil.copytree(RESULTS / RUN, tmp_path / RUN)
+    found = records(RESULTS / RUN)
+    lost = next(r for r in found if not r["certified"])
+    lost["certified"], lost["witness"] = True, None
+    text = "".join(json.dumps(r) + "\n" for r in found)
+    (tmp_path / RUN / "records.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    with pytest.raises(SystemExit, match="contradicts the records"):
+        rebuild.read(tmp_path)
+
+
+def test_a_stale_document_is_found_out(rebuild, tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results")
+    for name in ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    assert rebuild.out_of_date(tmp_path) == []
+    page = tmp_path / "docs/reproducing.md"
+    page.write_text(re.sub(r"(\d)\.(\d) ±", r"\1.9 ±", page.read_text("utf-8"), count=1), "utf-8")
+    assert rebuild.out_of_date(tmp_path) == ["docs/reproducing.md"]
+
+
+def test_an_unknown_table_or_number_is_refused(rebuild):
+    with pytest.raises(SystemExit, match="no table `nope`"):
+        rebuild.filled("<!-- results: nope -->\n<!-- end -->", {"yes": ""}, {})
+    with pytest.raises(SystemExit, match="no number `nope`"):
+        rebuild.filled("<!-- = nope -->1<!-- . -->", {}, {"yes": "1"})
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md"])
+def test_no_measured_percentage_is_typed_by_hand(name):
+    typed = re.findall(r"\d+\.\d+ ?%", without_blocks((ROOT / name).read_text("utf-8")))
+    assert typed == []
+
+
+def test_nothing_in_results_names_the_machine_it_was_made_on():
+    for path in RESULTS.rglob("*.json"):
+        assert not re.search(r"\"/|/root|/home|/tmp", path.read_text("utf-8")), path
