@@ -206,3 +206,22 @@ def test_wrong_names_and_masks_are_refused():
         build("gutout", (28, 28))(
             lambda x: x.mean((2, 3)), torch.zeros(1, 3, 28, 28), torch.zeros(1, dtype=torch.int64)
         )
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_chunk_that_memory_allowed_is_kept_from_batch_to_batch(name, generator):
+    sizes: list[int] = []
+
+    def crowded(images):
+        sizes.append(len(images))
+        if len(images) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return images.flatten(1)[:, :3]
+
+    images, labels = torch.rand(4, 3, 28, 28, generator=generator), torch.tensor([0, 1, 2, 0])
+    strategy = build(name, (28, 28), chunk=64)
+    strategy(crowded, images, labels)
+    assert max(sizes) > 5
+    sizes.clear()
+    strategy(crowded, images, labels)
+    assert max(sizes) == 4

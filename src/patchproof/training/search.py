@@ -57,6 +57,24 @@ class Gutout:
         return torch.einsum("bhw,nhw->bn", salience, (~masks[:, 0]).float()).argmax(dim=1)
 
 
+@dataclass
+class Searcher:
+    """Starts the searches of a strategy. It keeps its runner from batch to batch, and with it the chunk that memory has
+    allowed so far."""
+
+    engine: Engine = field(default_factory=Engine)
+    runner: Runner | None = field(default=None, repr=False)
+
+    @contextmanager
+    def among(self, keep: Tensor, classifier: Classifier, images: Tensor, labels: Tensor) -> Iterator[Search]:
+        """A search whose classifier is in eval mode, and in the mode it was in afterwards."""
+        if self.runner is None or self.runner.classifier is not classifier:
+            self.runner = Runner(classifier, self.engine)
+        self.runner.refresh()
+        with evaluating(classifier):
+            yield Search(self.runner, images, labels, keep)
+
+
 @dataclass(frozen=True)
 class Search:
     """Cross-entropy of masked copies, (image × mask) chunks at a time, through the engine of certification."""
@@ -65,15 +83,6 @@ class Search:
     images: Float[Tensor, "b c h w"]
     labels: Int64[Tensor, " b"]
     keep: Bool[Tensor, "n 1 h w"]
-
-    @classmethod
-    @contextmanager
-    def among(
-        cls, keep: Tensor, classifier: Classifier, images: Tensor, labels: Tensor, *, engine: Engine
-    ) -> Iterator[Search]:
-        """A search whose classifier is in eval mode, and in the mode it was in afterwards."""
-        with evaluating(classifier):
-            yield cls(Runner(classifier, engine), images, labels, keep)
 
     def losses(
         self, first: Int64[Tensor, "b k"], second: Int64[Tensor, "b k"], *, where: Bool[Tensor, "b k"] | None = None
@@ -106,8 +115,7 @@ class Greedy:
     """greedy_k×k: the worst first mask, then the worst second one given the first (another one): 2k² − 1 passes."""
 
     masks: MaskSet
-    engine: Engine = field(default_factory=Engine)
-
+    searcher: Searcher = field(default_factory=Searcher)
     backwards: int = 0
 
     @property
@@ -118,7 +126,7 @@ class Greedy:
         self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
         keep = self.masks.keep(images.device)
-        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+        with self.searcher.among(keep, classifier, images, labels) as search:
             every = search.every(torch.arange(len(self.masks)))
             first = search.losses(every, every).argmax(dim=1, keepdim=True)
             others = all_but(first, len(self.masks))
@@ -139,8 +147,7 @@ class Grid:
     """grid_k×k: the worst of all unordered pairs of masks, a mask with itself included."""
 
     masks: MaskSet
-    engine: Engine = field(default_factory=Engine)
-
+    searcher: Searcher = field(default_factory=Searcher)
     backwards: int = 0
 
     @property
@@ -152,7 +159,7 @@ class Grid:
     ) -> Bool[Tensor, "copies b 1 h w"]:
         keep = self.masks.keep(images.device)
         pairs = torch.tensor(list(combinations_with_replacement(range(len(self.masks)), 2)), device=images.device)
-        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+        with self.searcher.among(keep, classifier, images, labels) as search:
             worst = pairs[search.losses(search.every(pairs[:, 0]), search.every(pairs[:, 1])).argmax(dim=1)]
         return (keep[worst[:, 0]] & keep[worst[:, 1]])[None]
 
@@ -168,7 +175,7 @@ class MultiSizeGreedy:
 
     coarse: MaskSet
     fine: MaskSet
-    engine: Engine = field(default_factory=Engine)
+    searcher: Searcher = field(default_factory=Searcher)
     backwards: int = 0
 
     def __post_init__(self) -> None:
@@ -195,7 +202,7 @@ class MultiSizeGreedy:
     ) -> Bool[Tensor, "copies b 1 h w"]:
         # Fine masks follow the coarse ones in `keep`, so mask i of the fine set is len(coarse) + i there.
         keep = torch.cat([self.coarse.keep(images.device), self.fine.keep(images.device)])
-        with Search.among(keep, classifier, images, labels, engine=self.engine) as search:
+        with self.searcher.among(keep, classifier, images, labels) as search:
             every = search.every(torch.arange(len(self.coarse)))
             alone = search.losses(every, every)
             big1 = alone.argmax(dim=1, keepdim=True)

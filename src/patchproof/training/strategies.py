@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking import Engine, label_range, require_classes
-from patchproof.training.search import Greedy, Grid, Gutout, MultiSizeGreedy
+from patchproof.training.search import Greedy, Grid, Gutout, MultiSizeGreedy, Searcher
 from patchproof.training.unguided import Cutout, NoMasks, RandomMasks
 from patchproof.types import Classifier, InputError, Size
 
@@ -65,7 +65,8 @@ def masking_strategy(
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
-    return Checked(STRATEGIES[name].build(Ingredients(image_size, pair, generator, engine or Engine())), image_size)
+    ingredients = Ingredients(image_size, pair, generator, Searcher(engine or Engine()))
+    return Checked(STRATEGIES[name].build(ingredients), image_size)
 
 
 def require_strategy(name: str) -> None:
@@ -83,7 +84,7 @@ class Ingredients:
     image_size: Size
     masks: MaskPair
     generator: torch.Generator
-    engine: Engine
+    searcher: Searcher
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,11 @@ STRATEGIES: dict[str, Entry] = {
     "gutout": Entry(
         "a copy of gutout3x3 and one of gutout6x6", lambda of: Both((Gutout(of.masks[0]), Gutout(of.masks[1])))
     ),
-    "greedy3x3": Entry("the worst 3×3 mask, then the worst second one", lambda of: Greedy(of.masks[0], of.engine)),
-    "greedy6x6": Entry("the worst 6×6 mask, then the worst second one", lambda of: Greedy(of.masks[1], of.engine)),
+    "greedy3x3": Entry("the worst 3×3 mask, then the worst second one", lambda of: Greedy(of.masks[0], of.searcher)),
+    "greedy6x6": Entry("the worst 6×6 mask, then the worst second one", lambda of: Greedy(of.masks[1], of.searcher)),
     "greedy": Entry(
-        "multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", lambda of: MultiSizeGreedy(*of.masks, of.engine)
+        "multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", lambda of: MultiSizeGreedy(*of.masks, of.searcher)
     ),
-    "grid3x3": Entry("the worst of all pairs of 3×3 masks", lambda of: Grid(of.masks[0], of.engine)),
-    "grid6x6": Entry("the worst of all pairs of 6×6 masks", lambda of: Grid(of.masks[1], of.engine)),
+    "grid3x3": Entry("the worst of all pairs of 3×3 masks", lambda of: Grid(of.masks[0], of.searcher)),
+    "grid6x6": Entry("the worst of all pairs of 6×6 masks", lambda of: Grid(of.masks[1], of.searcher)),
 }
