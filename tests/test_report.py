@@ -473,7 +473,10 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert command(["report", "empty"]) == 2
-    assert "empty is no run: it holds no manifest.json of certify or train; nor inside it" in capsys.readouterr().err
+    assert (
+        "empty is no run: it holds no manifest.json of certify, attack or train; nor inside it"
+        in capsys.readouterr().err
+    )
     assert command(["report", "nowhere"]) == 2
     assert "no such folder: nowhere" in capsys.readouterr().err
     write_run(tmp_path / "runs" / "one", manifest(count=3), random_records(3))
@@ -484,8 +487,8 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     (tmp_path / "web" / "manifest.json").write_text('{"name": "an app"}')
     assert command(["report", "web"]) == 2
     assert "web is no run" in capsys.readouterr().err
-    (tmp_path / "web" / "manifest.json").write_text('{"command": "attack"}')
-    with pytest.raises(InputError, match="holds a `attack` run; reports are about certify and train runs"):
+    (tmp_path / "web" / "manifest.json").write_text('{"command": "predict"}')
+    with pytest.raises(InputError, match="holds a `predict` run; reports are about certify, attack and train runs"):
         build_report([tmp_path / "web"])
     assert not (tmp_path / "empty" / "report").exists()
 

@@ -20,7 +20,7 @@ def report(runs: list[Path], /, *, config: Annotated[ReportConfig, Parameter(nam
     Parameters
     ----------
     runs
-        Folders of `certify` and `train` runs; they are read, not changed.
+        Folders of `certify`, `attack` and `train` runs; they are read, not changed.
     """
     from patchproof.report import Options, build_report, notice_groups
 

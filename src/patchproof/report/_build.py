@@ -9,10 +9,19 @@ from pathlib import Path
 from patchproof.data import ImageSource, open_dataset
 from patchproof.models import ImageClassifier, load_checkpoint
 from patchproof.records import write_atomically
+from patchproof.report._attacked import (
+    CHANGED,
+    WORDS,
+    attack_table,
+    attacked_runs,
+    bounds_picture,
+    broken_notice,
+    changed,
+)
 from patchproof.report._compare import Entry, concise, mixed_notices, paper_table, runs_table
 from patchproof.report._facts import look
 from patchproof.report._figures import Picture
-from patchproof.report._gallery import make_gallery
+from patchproof.report._gallery import attacked_gallery, make_gallery
 from patchproof.report._lineage import find_trainings
 from patchproof.report._page import GENERATOR, Notice, Page, Section, Tile, render
 from patchproof.report._runs import CertifyRun, TrainRun, load_runs
@@ -118,7 +127,8 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         Entry(run, training) for run, training in zip(certified, find_trainings(certified, trained), strict=True)
     ]
     loaded: list[CertifyRun | TrainRun] = [*certified, *trained]
-    notices = [Notice(run.name, text) for run in loaded for text in run.notices]
+    notices = [Notice(run.name, text) for run in certified for text in broken_notice(run)]
+    notices += [Notice(run.name, text) for run in loaded for text in run.notices]
     several = len(entries) > 1
     notices += [Notice(e.run.name, e.training.doubt) for e in entries if e.training.doubt and _matters(e, several)]
     if several:
@@ -173,6 +183,7 @@ def _details(entry: Entry, options: Options) -> list[Section]:
         return [settings]
     gallery = make_gallery(run, options.images, dataset=options.dataset, data_dir=options.data_dir)
     return [
+        *_attacked([run], options),
         Section(
             "classes",
             "By class",
@@ -187,6 +198,19 @@ def _details(entry: Entry, options: Options) -> list[Section]:
     ]
 
 
+def _attacked(runs: Sequence[CertifyRun], options: Options | None = None) -> list[Section]:
+    """Of runs that were attacked; with options, images that fell too."""
+    chosen = attacked_runs(runs)
+    if not chosen:
+        return []
+    gallery = None
+    if options is not None:
+        fallen, count = changed(chosen[0]), options.images
+        gallery = attacked_gallery(chosen[0], fallen, count, dataset=options.dataset, data_dir=options.data_dir)
+    words = (WORDS, CHANGED) if gallery else (WORDS,)
+    return [Section("attacked", "Under attack", words, (bounds_picture(chosen),), (attack_table(chosen),), gallery)]
+
+
 def _present(picture: Picture | None) -> tuple[Picture, ...]:
     return () if picture is None else (picture,)
 
@@ -195,6 +219,7 @@ def _comparison(entries: Sequence[Entry]) -> list[Section]:
     return [
         Section("comparison", "Strategies", tables=(paper_table(entries),)),
         Section("figures", "What moves certified accuracy", (), tuple(comparison_pictures(entries))),
+        *_attacked([entry.run for entry in entries]),
         Section("runs", "The runs", tables=(concise(runs_table(entries)),)),
     ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from patchproof.data import BadImageError, ImageSource, open_dataset, preprocess
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, occlude
-from patchproof.records import Record
+from patchproof.records import AttackRecord, Record
 from patchproof.report._facts import Facts
 from patchproof.report._runs import CertifyRun
 from patchproof.report._text import printable
@@ -43,6 +43,8 @@ class Card:
     rects: tuple[Rect, ...]
     size: Size
     certified: bool
+    how: str = "under two masks"
+    """What was done to the right one."""
 
     @property
     def too_close(self) -> bool:
@@ -60,7 +62,13 @@ class Gallery:
 
     certified: tuple[Card, ...] = ()
     failures: tuple[Card, ...] = ()
+    changed: tuple[Card, ...] = ()
     notice: str | None = None
+
+    @property
+    def groups(self) -> list[tuple[str, tuple[Card, ...]]]:
+        named = ("Certified", self.certified), ("Not certified", self.failures), ("Changed by a patch", self.changed)
+        return [(title, cards) for title, cards in named if cards]
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,37 @@ def make_gallery(run: CertifyRun, count: int, *, dataset: str | None, data_dir: 
     return (
         replace(gallery, notice=f"{missing} chosen images cannot be read or have no witness.") if missing else gallery
     )
+
+
+def attacked_gallery(
+    run: CertifyRun, records: Sequence[AttackRecord], count: int, *, dataset: str | None, data_dir: Path | None
+) -> Gallery | None:
+    """Up to `count` images whose answer a patch changed, with its place; None where there are none to show."""
+    found = open_images(run.facts, dataset=dataset, data_dir=data_dir)
+    if isinstance(found, str) or not records or not count:
+        return None
+    step = max(1, len(records) // count)
+    return Gallery(changed=tuple(_changed_cards(run, found, records[::step][:count])))
+
+
+def _changed_cards(run: CertifyRun, images: Images, records: Sequence[AttackRecord]) -> Iterator[Card]:
+    for record in records:
+        pixels = _pixels(images, record)
+        if pixels is None or record.place is None or record.attacked_label is None:
+            continue
+        rect = Rect(*record.place)
+        yield Card(
+            title=printable(record.path),
+            label=run.class_name(record.label),
+            answered=run.class_name(record.attacked_label),
+            margin="–" if record.margin is None else f"{record.margin:+.3g}",
+            image=data_uri(pixels),
+            masked=data_uri(masked_pixels(pixels, (rect,), images.fill)),
+            rects=(rect,),
+            size=(int(pixels.shape[1]), int(pixels.shape[2])),
+            certified=bool(record.certified),
+            how="where the patch lay",
+        )
 
 
 def open_images(facts: Facts, *, dataset: str | None, data_dir: Path | None) -> Images | str:

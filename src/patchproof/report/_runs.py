@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from patchproof.records import ACCURACIES, SCHEMA, Rate, Record, rates
+from patchproof.records import ACCURACIES, SCHEMA, AttackRecord, Rate, Record, parse_record, rates
 from patchproof.report._facts import Facts, label_names, look, missing_facts, read_facts
 from patchproof.report._lines import json_object, read_lines
 from patchproof.report._text import count_words, printable
@@ -23,7 +23,7 @@ from patchproof.types import InputError
 
 @dataclass(frozen=True)
 class CertifyRun:
-    """What `patchproof certify` left: at most one record an image, and what is doubtful about them."""
+    """What `patchproof certify` or `attack` left: at most one record an image, and what is doubtful about them."""
 
     folder: Path
     name: str
@@ -40,6 +40,11 @@ class CertifyRun:
     @cached_property
     def rates(self) -> dict[str, Rate]:
         return rates(self.good)
+
+    @cached_property
+    def attacks(self) -> tuple[AttackRecord, ...]:
+        """The records that say what attacks did; none of a run of `certify`."""
+        return tuple(record for record in self.good if isinstance(record, AttackRecord))
 
     def class_name(self, label: int) -> str:
         return self.class_names.get(label, f"class {label}")
@@ -113,12 +118,14 @@ def _shortest(parts: tuple[str, ...], ends: Mapping[tuple[str, ...], int]) -> tu
 def _load(folder: Path, name: str) -> CertifyRun | TrainRun:
     manifest, doubts = _manifest(folder)
     command = manifest.get("command")
-    if command == "certify" or (command is None and (folder / "records.jsonl").is_file()):
+    if command in ("certify", "attack") or (command is None and (folder / "records.jsonl").is_file()):
         return _certify_run(folder, name, manifest, doubts)
     if command == "train" or (command is None and (folder / "log.jsonl").is_file()):
         return _train_run(folder, name, manifest, doubts)
     if command is not None:
-        raise InputError(f"{folder} holds a `{printable(str(command))}` run; reports are about certify and train runs")
+        raise InputError(
+            f"{folder} holds a `{printable(str(command))}` run; reports are about certify, attack and train runs"
+        )
     raise InputError(_no_run(folder))
 
 
@@ -127,7 +134,7 @@ def _no_run(folder: Path) -> str:
         return f"no such folder: {folder}; name the folder of a run, as `patchproof ls runs` lists them"
     inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
     hint = f"it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else "nor inside it"
-    return f"{folder} is no run: it holds no manifest.json of certify or train; {hint}"
+    return f"{folder} is no run: it holds no manifest.json of certify, attack or train; {hint}"
 
 
 def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -144,7 +151,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list[str]) -> CertifyRun:
-    found = read_lines(folder / "records.jsonl", Record.parse)
+    found = read_lines(folder / "records.jsonl", parse_record)
     records = _once(found.values)
     if not manifest and not records:
         raise InputError(_no_run(folder))

@@ -1,0 +1,115 @@
+"""Reports of attacks: both bounds on robust accuracy, and a loud word where a certificate broke."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from xml.etree import ElementTree
+
+import pytest
+
+from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Rate
+from patchproof.report import build_report
+from patchproof.report._attacked import attacked_rates, bounds_picture
+from patchproof.report._runs import load_runs
+from run_folders import manifest, random_records, write_run
+
+
+def attacked_records(count: int, *, seed: int = 0) -> list[AttackRecord]:
+    """Every third answer that is not certified falls, and of the bare classifier's every second."""
+    found = []
+    for record in random_records(count, seed=seed):
+        falls = bool(record.defended) and not record.certified and record.index % 3 == 0
+        fields = {f: getattr(record, f) for f in asdict(record)}
+        attack = AttackRecord(
+            **fields,
+            undefended_attacked=bool(record.undefended) and record.index % 2 == 0,
+            attacked=bool(record.defended) and not falls,
+            passes=100,
+            queries=4,
+        )
+        patch = {"place": (3, 4, 5, 5), "attacked_label": (record.label + 1) % 3} if falls else {}
+        found.append(replace(attack, **patch))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path / "attack", manifest(count=60, command="attack"), attacked_records(60))
+
+
+def test_all_five_accuracies_are_counted_from_the_records(folder):
+    (run,), _ = load_runs([folder])
+    records = attacked_records(60)
+    plain = {name: Rate(sum(getattr(r, name) for r in records), 60) for name in ATTACK_ACCURACIES}
+    assert attacked_rates(run) == plain
+    report = build_report([folder])
+    (table,) = [table for table in report.tables if table.key == "attacked"]
+    assert table.rows == (("attack", *(plain[name] for name in ATTACK_ACCURACIES), 0, 6000),)
+
+
+def test_the_page_of_one_attack_has_the_bounds_first_and_no_alarm(folder):
+    report = build_report([folder])
+    assert report.page.sections[0].key == "attacked"
+    assert not [notice for notice in report.notices if "broken" in notice.text]
+    text = "".join(ElementTree.fromstring(report.pictures[0].svg_file).itertext())
+    assert "n = 60" in text
+    assert "images (%)" in text
+    assert "defended, attacked" in text
+
+
+def test_a_broken_certificate_stands_at_the_top(tmp_path):
+    records = attacked_records(60)
+    victim = next(i for i, record in enumerate(records) if record.certified)
+    records[victim] = replace(records[victim], attacked=False, place=(0, 0, 5, 5), attacked_label=2)
+    folder = write_run(tmp_path / "attack", manifest(count=60, command="attack"), records)
+    report = build_report([folder])
+    assert "1 certified image was broken by a patch" in report.notices[0].text
+    assert str(victim) in report.notices[0].text
+    page = report.write(tmp_path / "page").read_text("utf-8")
+    assert page.index("certified image was broken") < page.index('class="tiles"')
+
+
+def test_attacks_stand_beside_certifications(folder, tmp_path):
+    plain = write_run(tmp_path / "certify", manifest(count=60), random_records(60))
+    report = build_report([plain, folder])
+    (section,) = [section for section in report.page.sections if section.key == "attacked"]
+    assert [row[0] for row in section.tables[0].rows] == ["attack"]
+
+
+def test_a_target_that_was_not_attacked_has_no_number(tmp_path):
+    records = [replace(r, attacked=None, place=None, attacked_label=None) for r in attacked_records(30)]
+    folder = write_run(tmp_path / "attack", manifest(count=30, command="attack"), records)
+    (run,), _ = load_runs([folder])
+    assert attacked_rates(run)["attacked"].n == 0
+    assert bounds_picture([run]).svg
+    (table,) = [table for table in build_report([folder]).tables if table.key == "attacked"]
+    assert table.rows[0][4] is None
+
+
+def test_images_whose_answer_changed_are_shown_with_the_place(tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    from patchproof.data import open_dataset
+
+    data = tmp_path / "pets"
+    for index in range(30):
+        path = data / ("cat", "dog", "eel")[index % 3] / f"{index:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((28, 28, 3), 8 * index, np.uint8)).save(path)
+    source = open_dataset(str(data))
+    records = [
+        replace(r, path=source.path(r.index), label=int(source.labels[r.index]), attacked_label=0 if r.place else None)
+        for r in attacked_records(30)
+    ]
+    content = manifest(count=30, command="attack")
+    content["config"]["dataset"] = str(data)
+    content["identity"]["data_sha256"] = source.listing_sha256()
+    folder = write_run(tmp_path / "attack", content, records)
+    (section,) = [section for section in build_report([folder]).page.sections if section.key == "attacked"]
+    fallen = [record for record in records if record.place]
+    assert fallen
+    assert section.gallery is not None
+    assert {card.title for card in section.gallery.changed} <= {record.path for record in fallen}
+    assert all((c.rects[0].top, c.rects[0].left, c.rects[0].height) == (3, 4, 5) for c in section.gallery.changed)
+    assert all(card.how == "where the patch lay" for card in section.gallery.changed)
