@@ -21,6 +21,7 @@ from patchproof.cli import run as command
 from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint
 from patchproof.recipes import recipes
+from patchproof.records import RunFolder
 from patchproof.report import Options, build_report, worst_masks
 from patchproof.report._compare import Entry, concise, mixed_notices, paper_table, runs_table
 from patchproof.report._facts import label_names, read_facts
@@ -456,3 +457,15 @@ def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tm
     assert wide == []
     assert broken == 0
     assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_digit_changed_in_a_record_is_found_by_its_checksum(tmp_path):
+    folder = RunFolder(write_run(tmp_path / "run", manifest(count=30), []).resolve())
+    folder.append(random_records(30))
+    sound = build_report([folder.path])
+    assert not [notice for notice in sound.notices if "damaged" in notice.text]
+    lines = folder.records_path.read_text().splitlines(keepends=True)
+    lines[6] = lines[6].replace('"forwards": ', '"forwards": 1')
+    folder.records_path.write_text("".join(lines))
+    report = build_report([folder.path])
+    assert any("1 line is damaged in records.jsonl and left out: 7" in notice.text for notice in report.notices)

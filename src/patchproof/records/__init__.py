@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchproof.records._files import BEGIN_AGAIN, dump_json, read_json, write_atomically
+from patchproof.records._files import BEGIN_AGAIN, checksum, dump_json, read_json, write_atomically
 from patchproof.records._folder import RunFolder, checked_prefix, refuse_differences
 from patchproof.records._rates import SCHEMA, Rate, Tally, rates, summarize
 from patchproof.records._record import ACCURACIES, ATTACK_ACCURACIES, AttackRecord, Record, Witness, parse_record
@@ -19,6 +19,7 @@ __all__ = [
     "Tally",
     "Witness",
     "checked_prefix",
+    "checksum",
     "dump_json",
     "parse_record",
     "rates",

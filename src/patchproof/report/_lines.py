@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patchproof.records import checksum
 from patchproof.report._text import count_words, shortened
 
 
@@ -28,8 +29,19 @@ class Lines:
     notices: list[str] = field(default_factory=list)
 
 
-def read_lines(path: Path, parse: Callable[[str], Any]) -> Lines:
-    """Every sound line of a JSONL file. The last one counts only when its end is there: a kill may have cut it."""
+def read_sums(path: Path) -> list[str]:
+    """The checksums that a run keeps of its lines; none where there is no such file."""
+    try:
+        return path.read_text("ascii", errors="replace").split("\n")[:-1]
+    except OSError:
+        return []
+
+
+def read_lines(path: Path, parse: Callable[[str], Any], *, sums: Sequence[str] = ()) -> Lines:
+    """Every sound line of a JSONL file, which has its checksum if there is one for it.
+
+    The last one counts only when its end is there: a kill may have cut it.
+    """
     try:
         *lines, rest = path.read_bytes().split(b"\n")
     except OSError:
@@ -37,6 +49,8 @@ def read_lines(path: Path, parse: Callable[[str], Any]) -> Lines:
     values, damaged = [], []
     for number, line in enumerate(lines, start=1):
         try:
+            if number <= len(sums) and checksum(line + b"\n") != sums[number - 1]:
+                raise ValueError("its checksum is another")
             values.append(parse(line.decode("utf-8")))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             damaged.append(number)

@@ -16,7 +16,7 @@ from typing import Any
 
 from patchproof.records import ACCURACIES, SCHEMA, AttackRecord, Rate, Record, parse_record, rates
 from patchproof.report._facts import Facts, label_names, look, missing_facts, read_facts
-from patchproof.report._lines import json_object, read_lines
+from patchproof.report._lines import json_object, read_lines, read_sums
 from patchproof.report._text import count_words, printable
 from patchproof.types import InputError
 
@@ -151,7 +151,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _certify_run(folder: Path, name: str, manifest: dict[str, Any], doubts: list[str]) -> CertifyRun:
-    found = read_lines(folder / "records.jsonl", parse_record)
+    found = read_lines(folder / "records.jsonl", parse_record, sums=read_sums(folder / "records.crc"))
     records = _once(found.values)
     if not manifest and not records:
         raise InputError(_no_run(folder))
