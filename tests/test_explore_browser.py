@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 from patchproof.cli import run
 from patchproof.config import ExploreConfig
-from patchproof.explore import UPLOAD_LIMIT, serve
+from patchproof.explore import UPLOAD_LIMIT, Explorer, serve
 from small_model import fitted_checkpoint
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -155,15 +156,21 @@ def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
     assert visit.page.locator("#heat .pp-cell[data-kind=wrong]").count() == 0
 
 
-def test_a_picked_image_that_comes_late_leaves_the_kind_chosen_meanwhile(visit):
+def test_an_image_that_comes_late_leaves_the_kind_chosen_meanwhile(visit, monkeypatch):
     """The cards of the kind that was chosen when the image was picked are not put back."""
     show_only(visit, "not certified", without="✓")
-    before = visit.text("#verdict")
+    go_on, rounds = threading.Event(), Explorer.rounds
+    monkeypatch.setattr(Explorer, "rounds", lambda *given: go_on.wait(PATIENCE / 1000) and rounds(*given))
+    record = "#verdict .pp-message"
+    before = visit.text(record)
     visit.page.locator("#cards .pp-card[aria-pressed=false]").first.click()
-    visit.page.get_by_label("certified", exact=True).check()
-    visit.page.wait_for_function("before => document.querySelector('#verdict').innerText !== before", arg=before)
-    visit.page.wait_for_function("!document.querySelector('#cards').innerText.includes('✕')")
-    assert visit.page.locator("#cards .pp-card").count() > 0
+    show_only(visit, "certified", without="✕")
+    assert visit.text(record) == before
+    go_on.set()
+    changed = "([place, before]) => document.querySelector(place).innerText !== before"
+    visit.page.wait_for_function(changed, arg=[record, before])
+    assert "✓ certified" in visit.text("#cards")
+    assert "✕" not in visit.text("#cards")
 
 
 def test_the_patch_moves_and_the_rounds_follow(visit):
@@ -244,7 +251,11 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+VIEWS = [(1280, False), (390, True)]
+VIEWS += [pytest.param(*view, marks=pytest.mark.slow) for view in ((1280, True), (390, False))]
+
+
+@pytest.mark.parametrize(("width", "dark"), VIEWS)
 def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, width, dark):
     visit = Visit(browser, address, width=width, dark=dark)
     visit.page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
