@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,13 +16,61 @@ install_import_hook("patchproof", "typecheck.checked")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from faults import Server  # noqa: E402
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:  # a process that only hands out tests begins seconds earlier without it
+    import torch
+
 hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("patchproof")
+
+
+FORKING = ("test_faults.py", "test_cli_processes.py", "test_cli_train.py", "test_cli_attack.py")
+"""Files whose tests share `commands`, which takes many seconds to begin."""
+
+EXPLORING = ("test_explore_browser.py", "test_explore.py")
+"""Files whose tests share the network of `small_model.py`."""
+
+LONG = (
+    *FORKING,
+    *EXPLORING,
+    "test_report.py",
+    "test_cli.py",
+    "test_report_runs.py",
+    "test_attacks.py",
+    "test_hostile.py",
+    "test_patchcleanser.py",
+    "test_throughput.py",
+    "test_demo.py",
+)
+"""Files that take longest, those first: what is left for the end is short, and no process waits long for another."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The package's warnings are errors. To know them is to import it, which one that only hands out tests need not."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.addinivalue_line("filterwarnings", "error::patchproof.types.PatchproofWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is for one process, so that its models, servers and browsers are made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            shared = [group for group in (FORKING, EXPLORING) if file.endswith(group)]
+            return shared[0][0] if shared else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 Survived = Callable[..., None]
@@ -53,6 +101,15 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(20230616)
