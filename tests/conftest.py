@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,12 +16,11 @@ install_import_hook("patchproof", "typecheck.checked")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from faults import Server  # noqa: E402
 
-if TYPE_CHECKING:  # a process that only hands out tests begins seconds earlier without it
-    import torch
-
+torch.set_num_threads(1)
 hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("patchproof")
 
@@ -45,12 +44,6 @@ LONG = (
     "test_demo.py",
 )
 """Files that take longest, those first: what is left for the end is short, and no process waits long for another."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The package's warnings are errors. To know them is to import it, which one that only hands out tests need not."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.addinivalue_line("filterwarnings", "error::patchproof.types.PatchproofWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -101,15 +94,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def generator() -> torch.Generator:
-    import torch
-
     return torch.Generator().manual_seed(20230616)
