@@ -25,6 +25,47 @@ hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("patchproof")
 
 
+FORKING = ("test_faults.py", "test_cli_processes.py", "test_cli_train.py", "test_cli_attack.py")
+"""Files whose tests share `commands`, which takes many seconds to begin."""
+
+EXPLORING = ("test_explore_browser.py", "test_explore.py")
+"""Files whose tests share the network of `small_model.py`."""
+
+LONG = (
+    *FORKING,
+    *EXPLORING,
+    "test_report.py",
+    "test_cli.py",
+    "test_report_runs.py",
+    "test_attacks.py",
+    "test_hostile.py",
+    "test_patchcleanser.py",
+    "test_throughput.py",
+    "test_demo.py",
+)
+"""Files that take longest, those first: what is left for the end is short, and no process waits long for another."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is for one process, so that its models, servers and browsers are made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            shared = [group for group in (FORKING, EXPLORING) if file.endswith(group)]
+            return shared[0][0] if shared else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
 Survived = Callable[..., None]
 
 

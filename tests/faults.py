@@ -78,13 +78,16 @@ class Server:
         self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._heard(timeout=PATIENCE)
 
-    def start(self, arguments: list[str], fault: Fault | None = None) -> Command:
+    def start(
+        self, arguments: list[str], fault: Fault | None = None, environment: dict[str, str] | None = None
+    ) -> Command:
         """Begin a command in the current folder. Every process still alive ends with the server."""
         self.started += 1
         errors = self.folder / f"stderr-{self.started}"
-        request = {"arguments": arguments, "cwd": str(Path.cwd()), "errors": str(errors)}
+        request: dict[str, Any] = {"arguments": arguments, "cwd": str(Path.cwd()), "errors": str(errors)}
+        request |= {"fault": asdict(fault or Fault()), "environment": environment or {}}
         assert self.process.stdin
-        self.process.stdin.write((json.dumps(request | {"fault": asdict(fault or Fault())}) + "\n").encode())
+        self.process.stdin.write((json.dumps(request) + "\n").encode())
         self.process.stdin.flush()
         while (word := self._heard(timeout=PATIENCE)).get("began") is None:
             self.codes[word["ended"]] = word["code"]
@@ -211,6 +214,7 @@ def _become(request: dict[str, Any]) -> None:
     for number, path in ((0, os.devnull), (1, os.devnull), (2, request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     os.chdir(request["cwd"])
+    os.environ.update(request["environment"])
     sys.argv = ["patchproof", *request["arguments"]]
     _suffer(Fault(**request["fault"]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "patchproof", "certify", *map(str, arguments)]
 
 
-SLOW = ("--masks", 4, "--exhaustive", "--batch-size", 8, "--limit", 60)
+SLOW = ("--masks", 3, "--exhaustive", "--batch-size", 8, "--limit", 60)
 
 
 def kill_after(lines: int, arguments: tuple, records_path: Path) -> bool:
@@ -157,16 +158,25 @@ def kill_after(lines: int, arguments: tuple, records_path: Path) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[tuple, Path]:
+    """Arguments, and the folder of a run with them that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    save_checkpoint(load_classifier("small", "random", num_classes=10, seed=1), folder / "start")
+    arguments = (*SLOW, "--weights", folder / "start")
+    assert certify(*arguments, "--output", folder / "whole") == 0
+    return arguments, folder / "whole"
+
+
 @pytest.fixture
-def undisturbed(tmp_path):
-    classifier = load_classifier("small", "random", num_classes=10, seed=1)
-    save_checkpoint(classifier, tmp_path / "start")
-    arguments = (*SLOW, "--weights", tmp_path / "start")
-    assert certify(*arguments, "--output", "whole") == 0
-    return arguments, (tmp_path / "whole" / "records.jsonl").read_bytes()
+def undisturbed(whole, tmp_path):
+    """A copy of that run, `whole`, to do anything with."""
+    arguments, folder = whole
+    shutil.copytree(folder, tmp_path / "whole")
+    return arguments, (folder / "records.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (2, 12))])
 def test_killed_at_random_moments_and_resumed_the_records_are_the_same_bytes(undisturbed, tmp_path, kills):
     arguments, expected = undisturbed
     path = tmp_path / "killed" / "records.jsonl"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -101,18 +99,16 @@ def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys):
 SLOW = ("--limit", 48, "--steps", 4, "--restarts", 2, "--places", 2, "--device", "cpu", "--target", "defended")
 
 
-def test_killed_or_cut_short_and_resumed_the_records_are_the_same_bytes(checkpoint):
+def test_killed_or_cut_short_and_resumed_the_records_are_the_same_bytes(commands, checkpoint):
     arguments = ("--weights", checkpoint, *SLOW)
     assert attack(*arguments, "--output", "whole") == 0
     expected = Path("whole/records.jsonl").read_bytes()
     path = Path("killed/records.jsonl")
-    command = [sys.executable, "-m", "patchproof", "attack", *map(str, arguments), "--output", "killed"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= 16):
+    process = commands.start(["attack", *map(str, arguments), "--output", "killed"])
+    while not commands.ended(process.number) and not (path.exists() and path.read_bytes().count(b"\n") >= 16):
         time.sleep(0.01)
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     path.write_bytes(path.read_bytes()[:-300])
     assert 0 < len(RunFolder(Path("killed")).records()) < 48
     assert attack(*arguments, "--output", "killed", "--resume") == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from faults import Fault, Server
 from patchproof.cli import run
 from patchproof.models import load_checkpoint
 from test_cli import assert_one_line
@@ -76,27 +76,26 @@ def test_a_run_leaves_checkpoints_a_log_and_results(data, tmp_path):
     assert run(["certify", "--weights", "r/checkpoint-best", "--dataset", str(data), "--output", "c"]) == 0
 
 
-def kill_after(steps: int, data: Path, folder: Path, *arguments: str) -> bool:
-    words = [sys.executable, "-m", "patchproof", *command(data, *arguments)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_after(commands: Server, steps: int, data: Path, folder: Path, *arguments: str) -> bool:
+    """Start the training, SIGKILL it once so many steps are written; True if it was still running."""
+    process = commands.start(command(data, *arguments))
     log = folder / "log.jsonl"
-    while process.poll() is None:
+    while not commands.ended(process.number):
         if log.exists() and log.read_bytes().count(b'"step", "step"') >= steps:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return True
+            process.send(signal.SIGKILL)
+            return process.wait() == -signal.SIGKILL
         time.sleep(0.001)
     return False
 
 
 @pytest.mark.parametrize("kills", [(5,), pytest.param((1, 3, 6, 7, 10, 11), marks=pytest.mark.slow)])
-def test_killed_and_resumed_the_curve_and_the_weights_are_those_of_an_undisturbed_run(data, tmp_path, kills):
+def test_killed_and_resumed_the_curve_and_the_weights_are_those_of_an_undisturbed_run(commands, data, tmp_path, kills):
     saving = ("--checkpoint-minutes", "0")
     assert train(data, "--output", "whole", *saving) == 0
     folder, killed = tmp_path / "killed", 0
     for steps in kills:
         resume = ("--resume",) if (folder / "manifest.json").exists() else ()
-        killed += kill_after(steps, data, folder, "--output", "killed", *saving, *resume)
+        killed += kill_after(commands, steps, data, folder, "--output", "killed", *saving, *resume)
     assert killed
     assert train(data, "--output", "killed", "--resume", *saving) == 0
     assert losses(folder) == losses(tmp_path / "whole")
@@ -150,17 +149,14 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     assert all(torch.isfinite(p).all() for p in classifier.parameters())
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(data, tmp_path):
+def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(commands, data, tmp_path):
     assert train(data, "--output", "r", "--epochs", "1", "--checkpoint-minutes", "99") == 0
     before = weights(tmp_path / "r")
-    words = [sys.executable, "-m", "patchproof", *command(data, "--output", "full", "--weights", "r/checkpoint-last")]
-    limit = (100_000, 100_000)  # bytes a file may have: as a full disk, the checkpoint cannot be written
-    done = subprocess.run(
-        words, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    )
-    assert done.returncode == 1
-    assert_one_line(done.stderr.splitlines()[-1] + "\n", r"cannot write model\.safetensors|File too large")
-    assert "Traceback" not in done.stderr
+    words = command(data, "--output", "full", "--weights", "r/checkpoint-last")
+    code, complaint = commands.run(words, Fault(file_bytes=100_000))  # the checkpoint is larger
+    assert code == 1
+    assert_one_line(complaint.splitlines()[-1] + "\n", r"cannot write model\.safetensors|File too large")
+    assert "Traceback" not in complaint
     assert weights(tmp_path / "r") == before
 
 

@@ -35,7 +35,7 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     module = sys.modules["patchproof.cli.demo"]
     monkeypatch.setattr(module, "START_EPOCHS", 1)
     monkeypatch.setattr(module, "TRAINING_IMAGES", 200)
-    assert run(["demo", "--epochs", "1", "--images", "10", "--device", "cpu"]) == 0
+    assert run(["demo", "--epochs", "1", "--images", "4", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "certified" in printed
     assert printed.splitlines()[-1] == f"report: {Path('runs/demo/report/index.html')}"
@@ -47,7 +47,7 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
         for masks in ("3x3", "6x6"):
             folder = tmp_path / "runs" / "demo" / strategy / f"certify-{masks}"
             found = json.loads((folder / "results.json").read_text())["certified"]
-            assert found["n"] == 10
+            assert found["n"] == 4
             assert told[f"{strategy}/certify-{masks}"] == found["k"]
     assert run(["demo", "--output", "runs/demo"]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -19,6 +19,8 @@ from patchproof.training.checkpoint import load_training, save_training
 from patchproof.training.loop import Trainer, TrainingData, masked_loss
 from patchproof.types import CheckError, InputError, Preprocessing
 
+slow = pytest.mark.slow
+
 
 def source(count: int = 26) -> ArraySource:
     pixels = np.random.default_rng(1).integers(0, 256, (count, 28, 28, 3)).astype(np.uint8)
@@ -44,7 +46,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("stop", [1, 3, 4])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=slow), 3, pytest.param(4, marks=slow)])
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
     plan = dataclasses.replace(PLAN, **VARIANTS[name])
     whole = trainer(plan)

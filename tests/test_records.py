@@ -235,7 +235,7 @@ def hold(path, ready, done):
 
 
 def test_a_second_process_on_the_same_folder_is_refused(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # a spawned one would import torch for seconds
     ready, done = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, ready, done))
     other.start()

@@ -15,7 +15,7 @@ PIECES = range(5, 42)
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def teams(store: TCPStore, size: int) -> list[Team]:

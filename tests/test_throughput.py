@@ -48,13 +48,13 @@ def test_a_raw_rate_is_a_rate():
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
     path = tmp_path / "bench.json"
-    arguments = ["--limit", "8", "--peer-images", "3", "--seconds", "0.05", "--batch-size", "16", "--reference"]
+    arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
     assert run(["bench", *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
     found, shown = json.loads(path.read_text()), capsys.readouterr().out
     rows = {row["name"]: row for row in found["rows"]}
-    assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 8 * 45
-    assert rows["peer, certify"]["passes"] == 3 * 45
-    assert found["certified"] == 8
+    assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
+    assert rows["peer, certify"]["passes"] == 2 * 45
+    assert found["certified"] == 4
     assert set(found["differ"].values()) == {0}
     assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
     assert "ours, early exit" in shown

@@ -138,16 +138,22 @@ class _Page:
 
     def _wire_images(self) -> None:
         inputs = [self.scene, self.kind, self.number]
-        changed = [self.scene, self.message, self.cards, self.number, self.verdict]
-        changed += [self.heat, self.copy, self.first, self.second]
+        changed = [self.scene, self.message, self.verdict, self.heat, self.copy, self.first, self.second]
         changed += [self.patch_message, self.stage, self.told, self.rounds, self.top, self.left]
-        self._on(self.blocks.load, self.opened, inputs, changed, heavy=True, busy=self.verdict)
-        self._on(self.cards.click, self.picked, inputs, changed, heavy=True, busy=self.verdict)
-        self._on(self.own.upload, self.dropped, [*inputs, self.own], changed, heavy=True, busy=self.verdict)
         pages = [self.message, self.cards, self.number]
+        turns = {"concurrency_id": "cards", "concurrency_limit": 1}
+        for listener, handler, given in (
+            (self.blocks.load, self.opened, inputs[:1]),
+            (self.cards.click, self.picked, inputs[:1]),
+            (self.own.upload, self.dropped, [self.scene, self.own]),
+        ):
+            done = self._on(listener, handler, given, changed, heavy=True, busy=self.verdict)
+            # The cards mark the image that is shown. They are drawn once it is, for the kind and page chosen by then.
+            self._on(done.then, lambda event, *now: self.turned(*now), inputs, pages, **turns)
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
-            self._on(listener, lambda event, *now, by=by: self.turned(*now, by=by), inputs, pages)
-        self._on(self.kind.input, lambda event, scene, kind: self.turned(scene, kind, 1), inputs[:2], pages)
+            self._on(listener, lambda event, *now, by=by: self.turned(*now, by=by), inputs, pages, **turns)
+        chosen = {"trigger_mode": "always_last", **turns}
+        self._on(self.kind.input, lambda event, scene, kind: self.turned(scene, kind, 1), inputs[:2], pages, **chosen)
 
     def _wire_table(self) -> None:
         changed = [self.scene, self.message, self.heat, self.copy, self.first, self.second]
@@ -180,9 +186,9 @@ class _Page:
         message: Any = None,
         busy: Any = None,
         **options: Any,
-    ) -> None:
+    ) -> Any:
         """Connect a handler; what it complains about becomes a line on the page. Heavy ones take turns, and show on
-        `busy` that they work."""
+        `busy` that they work. What comes back has `then`, to connect what follows."""
         place = message or self.message
 
         def speaking(event, *values):  # type: ignore[no-untyped-def]
@@ -198,10 +204,10 @@ class _Page:
         turns = {"concurrency_id": "classifier", "concurrency_limit": 1} if heavy else {}
         outputs = outputs if place in outputs else [*outputs, place]
         shown = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
-        listener(speaking, inputs, outputs, api_visibility="private", **shown, **turns, **options)
+        return listener(speaking, inputs, outputs, api_visibility="private", **shown, **turns, **options)
 
-    def _all(self, scene: Scene, kind: str, number: float) -> Shown:
-        return self.turned(scene, kind, number) | self._table(scene) | self._patch(scene)
+    def _all(self, scene: Scene) -> Shown:
+        return self._table(scene) | self._patch(scene)
 
     def _table(self, scene: Scene) -> Shown:
         verdict, heat, copy = self.desk.table_view(scene)
@@ -213,17 +219,17 @@ class _Page:
         shown = {self.stage: stage, self.told: told, self.rounds: rounds, self.patch_message: ""}
         return shown | {self.scene: scene, self.top: scene.top, self.left: scene.left}
 
-    def opened(self, event: Any, scene: Scene | None, kind: str, number: float) -> Shown:
+    def opened(self, event: Any, scene: Scene | None) -> Shown:
         images = self.explorer.images
         if images is None or not images.choices:
             raise InputError("No images are on offer here; drop in one of your own.")
-        return self._all(self.desk.pick(images.choices[0], scene), kind, number)
+        return self._all(self.desk.pick(images.choices[0], scene))
 
-    def picked(self, event: Any, scene: Scene | None, kind: str, number: float) -> Shown:
-        return self._all(self.desk.pick(self.desk.choice(int(event.index)), scene), kind, number)
+    def picked(self, event: Any, scene: Scene | None) -> Shown:
+        return self._all(self.desk.pick(self.desk.choice(int(event.index)), scene))
 
-    def dropped(self, event: Any, scene: Scene | None, kind: str, number: float, file: str | None) -> Shown:
-        return {} if file is None else self._all(self.desk.own(file, scene), kind, number)
+    def dropped(self, event: Any, scene: Scene | None, file: str | None) -> Shown:
+        return {} if file is None else self._all(self.desk.own(file, scene))
 
     def turned(self, scene: Scene | None, kind: str, number: float, *, by: int = 0) -> Shown:
         cards, number, pages = self.desk.page_of(kind, int(number or 1) + by, scene)
