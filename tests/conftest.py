@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from faults import Server  # noqa: E402
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("patchproof", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("patchproof")
+hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=30)
 
 
 FORKING = ("test_faults.py", "test_cli_processes.py", "test_cli_train.py", "test_cli_attack.py")
@@ -44,6 +44,12 @@ LONG = (
     "test_demo.py",
 )
 """Files that take longest, those first: what is left for the end is short, and no process waits long for another."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not in pyproject.toml: to look the class up there, pytest would import the package before its calls are checked.
+    config.addinivalue_line("filterwarnings", "error::patchproof.types.PatchproofWarning")
+    hypothesis.settings.load_profile("quick" if config.getoption("markexpr") else "thorough")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

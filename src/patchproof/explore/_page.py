@@ -141,7 +141,7 @@ class _Page:
         changed = [self.scene, self.message, self.verdict, self.heat, self.copy, self.first, self.second]
         changed += [self.patch_message, self.stage, self.told, self.rounds, self.top, self.left]
         pages = [self.message, self.cards, self.number]
-        turns = {"concurrency_id": "cards", "concurrency_limit": 1}
+        turns: dict[str, Any] = {"concurrency_id": "cards", "concurrency_limit": 1}
         for listener, handler, given in (
             (self.blocks.load, self.opened, inputs[:1]),
             (self.cards.click, self.picked, inputs[:1]),
@@ -152,7 +152,7 @@ class _Page:
             self._on(done.then, lambda event, *now: self.turned(*now), inputs, pages, **turns)
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
             self._on(listener, lambda event, *now, by=by: self.turned(*now, by=by), inputs, pages, **turns)
-        chosen = {"trigger_mode": "always_last", **turns}
+        chosen: dict[str, Any] = {"trigger_mode": "always_last", **turns}
         self._on(self.kind.input, lambda event, scene, kind: self.turned(scene, kind, 1), inputs[:2], pages, **chosen)
 
     def _wire_table(self) -> None:
@@ -201,7 +201,7 @@ class _Page:
             return {place: draw.message(words)}
 
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
-        turns = {"concurrency_id": "classifier", "concurrency_limit": 1} if heavy else {}
+        turns: dict[str, Any] = {"concurrency_id": "classifier", "concurrency_limit": 1} if heavy else {}
         outputs = outputs if place in outputs else [*outputs, place]
         shown = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
         return listener(speaking, inputs, outputs, api_visibility="private", **shown, **turns, **options)

@@ -49,12 +49,13 @@ def forward(
     *,
     precision: Precision = "fp32",
     compiled: bool = False,
-) -> Float[Tensor, "b classes"]:
+) -> Tensor:
     """Logits in float32, computed in `precision`, without gradients, by a classifier in eval mode.
 
     float32 means float32 (cuDNN would use TF32 by default). bf16 and fp16 run on a copy of the network in that type
     where the classifier offers one (`lowered`), which spares the casts of autocast: on an H200 1.2 to 1.5 times as
-    fast for transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md).
+    fast for transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md). What the classifier answers is not checked
+    here but by `checks`, which says in words what is wrong with it.
     """
     return passing(classifier, precision=precision, compiled=compiled)(images)
 

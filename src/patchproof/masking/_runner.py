@@ -105,7 +105,7 @@ class Runner:
         *,
         precision: Precision | None = None,
         network: Callable[..., Pass] | None = None,
-    ) -> Float[Tensor, "j classes"]:
+    ) -> Tensor:
         """F of at most one chunk of images, in the engine's precision or another.
 
         `network` is `passing` of the classifier, for those who call this many times and remember its answers.
