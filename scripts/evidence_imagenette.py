@@ -24,22 +24,19 @@ def seeds_table(results: list[Result]) -> Table:
         for masks in (3, 6):
             some = pick(results, strategy=strategy, masks=masks, patch="3%")
             if len(some) > 1:
-                rates = [100 * r.certified.rate for r in some]
                 rows.append(
                     (
                         strategy,
                         f"{masks}×{masks}",
                         len(some),
-                        statistics.mean(rates),
-                        f"{min(rates):.1f}–{max(rates):.1f}",
+                        spread(some),
                     )
                 )
     columns = (
         Column("strategy"),
         Column("masks"),
         Column("seeds"),
-        Column("certified at 3%, mean (%)"),
-        Column("lowest–highest"),
+        Column("certified at 3%, mean (lowest–highest)"),
     )
     shown = [r for r in results if r.patch == "3%" and r.masks in (3, 6) and r.strategy in {row[0] for row in rows}]
     return Table("imagenette-seeds", "ImageNette: spread over seeds", columns, tuple(rows), notes(shown))
@@ -54,7 +51,7 @@ def headline_table(results: list[Result]) -> Table:
         if base:
             clean = statistics.mean(100 * r.rates["undefended"].rate for r in base)
             proven = [spread(pick(some, masks=masks)) for masks in (3, 6)]
-            rows.append((strategy, len(base), base[0].training.forwards if base[0].training else 0, clean, *proven))
+            rows.append((strategy, len(base), base[0].training.passes if base[0].training else 0, clean, *proven))
     names = ("fine-tuned on", "seeds", "extra passes", "undefended", "certified, 3×3 masks", "certified, 6×6 masks")
     words = "Percent of the validation images, any patch of 3% of the image; with several seeds mean (lowest–highest)."
     shown = [r for r in pick(results, patch="3%") if r.masks in (3, 6)]
@@ -81,7 +78,7 @@ def rivals_table(results: list[Result]) -> Table:
     )
     shown = pick(results, patch="3%", seed=0)
     words = "Seed 0 of each; p is the exact two-sided McNemar test over images, which says nothing about other seeds."
-    found = notes([r for r in shown if r.masks in (3, 6)])
+    found = notes([r for r in shown if r.masks in (3, 6)], star=False)
     return Table(
         "imagenette-rivals", "ImageNette at 3%: greedy against the others", columns, tuple(rows), (words, *found)
     )
@@ -126,13 +123,15 @@ def masks_table(results: list[Result]) -> Table:
     for strategy in ("cutout", "greedy"):
         for r in sorted(pick(results, strategy=strategy, seed=0, patch="3%"), key=lambda r: r.masks):
             star = "*" if r.certified.n < r.available else ""
-            rows.append((strategy, f"{r.masks}×{r.masks}", rate_text(r.certified) + star, r.passes, r.seconds))
+            rows.append(
+                (strategy, f"{r.masks}×{r.masks}", rate_text(r.certified) + star, r.passes, r.seconds / r.certified.n)
+            )
     columns = (
         Column("strategy"),
         Column("masks"),
         Column("certified at 3%"),
         Column("passes an image"),
-        Column("seconds"),
+        Column("seconds an image", digits=3),
     )
     chosen = [r for r in results if r.strategy in ("cutout", "greedy") and r.patch == "3%" and r.seed == 0]
     return Table("imagenette-masks", "ImageNette: more masks", columns, tuple(rows), notes(chosen))

@@ -22,6 +22,11 @@ class Training:
     forwards: int
     backwards: int
 
+    @property
+    def passes(self) -> int:
+        """Extra passes an image, forward and backward, as the paper counts them."""
+        return self.forwards + self.backwards
+
 
 @dataclass(frozen=True)
 class Result:

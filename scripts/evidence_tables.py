@@ -39,8 +39,8 @@ CONDITIONS = {
 """What the records cannot know about how an experiment was run."""
 
 
-def notes(results: Sequence[Result]) -> tuple[str, ...]:
-    """Hardware, time, passes, seeds, and what the star means."""
+def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
+    """Hardware, time, passes, seeds, and what the star means, where there is one."""
     if not results:
         return ()
     devices = sorted({r.device for r in results} | {r.training.device for r in results if r.training})
@@ -58,7 +58,7 @@ def notes(results: Sequence[Result]) -> tuple[str, ...]:
     words += [CONDITIONS[name] for name in sorted({r.experiment for r in results}) if name in CONDITIONS]
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
     parts = sorted({r.certified.n for r in results if r.certified.n < r.available})
-    if parts:
+    if parts and star:
         listed = ", ".join(f"{n:,}" for n in parts)
         words.append(f"* an evenly spread part of the images: {listed} of {results[0].available:,}.")
     return (" ".join(words),)
@@ -69,17 +69,18 @@ def strategies_table(
 ) -> Table:
     """A row a strategy; percent of images, with half the width of the exact 95% interval. The other accuracies are
     those at the `main` setting."""
+    results = pick(results, seed=0)
     rows = []
     for strategy in [s for s in ORDER if pick(results, strategy=s)] + sorted(
         {r.strategy for r in results} - set(ORDER)
     ):
-        own = pick(results, strategy=strategy, seed=0)
+        own = pick(results, strategy=strategy)
         base = pick(own, patch=main[0], masks=main[1])
         cost = own[0].training
         rows.append(
             (
                 strategy,
-                cost.forwards + cost.backwards if cost else None,
+                cost.passes if cost else None,
                 cost.seconds / 60 if cost else None,
                 rate_text(base[0].rates["undefended"]) if base else None,
                 rate_text(base[0].rates["defended"]) if base else None,
@@ -103,7 +104,7 @@ def spread(results: Sequence[Result]) -> str | None:
         return None
     rates = [100 * r.certified.rate for r in results]
     between = f" ({min(rates):.1f}–{max(rates):.1f})" if len(rates) > 1 else ""
-    return f"{statistics.mean(rates):.1f}{between}{'*' if results[0].certified.n < results[0].available else ''}"
+    return f"{statistics.mean(rates):.1f}{between}{'*' if any(r.certified.n < r.available for r in results) else ''}"
 
 
 def grid_table(key: str, title: str, results: list[Result]) -> Table:
@@ -173,11 +174,13 @@ def demo_masks_table(results: list[Result]) -> Table:
 def demo_table(results: list[Result]) -> Table:
     """What `make demo` prints."""
     rows = []
-    shown = [r for r in results if r.masks in (3, 6)]
-    for r in sorted(shown, key=lambda r: (ORDER.index(r.strategy), r.masks)):
+    chosen = [r for r in results if r.masks in (3, 6)]
+    shown = sorted(chosen, key=lambda r: (ORDER.index(r.strategy), r.masks))
+    for r in shown:
         low, high = r.certified.interval
         shares = [f"{100 * r.rates[name].rate:.1f}%" for name in ("undefended", "defended", "certified")]
         rows.append((r.strategy, f"{r.masks}×{r.masks} masks", *shares, f"{100 * low:.1f}–{100 * high:.1f}%"))
     names = ("fine-tuned on", "certified with", "undefended", "defended", "certified", "95% interval")
-    words = f"n = {results[0].certified.n}, seed 0, {results[0].device}."
+    passes = ", ".join(f"{r.passes:.0f}" for r in shown)
+    words = f"n = {results[0].certified.n}, seed 0, {results[0].device}; passes an image: {passes}."
     return Table("demo", "make demo: Fashion-MNIST, any 5×5 patch", tuple(map(Column, names)), tuple(rows), (words,))

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evidence_imagenette import curve, headline_table, masks_table, paper_table, rivals_table, seeds_table
+from evidence_imagenette import curve, headline_table, masks_table, paper_cell, paper_table, rivals_table, seeds_table
 from evidence_records import Attacked, Result, pick, read, read_attacks
 from evidence_tables import (
     TITLES,
@@ -74,7 +74,8 @@ def build(results: list[Result], attacks: list[Attacked]) -> tuple[list[Table], 
 
 def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
-    masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another."""
+    masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
+    same of the weakest seed against the strongest, `imagenette/resnet-greedy/…` how far below the paper's ResNet."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -88,7 +89,20 @@ def values(results: list[Result]) -> dict[str, str]:
         for (e2, s2, p2, m2), other in means.items():
             if (e2, p2, m2) == (e, p, m) and s2 != s:
                 found[f"{e}/{s}-{s2}/{p}/{m}"] = f"{mean - other:.1f}"
+                found[f"{e}/{s}-over-{s2}/{p}/{m}"] = f"{smallest_lead(results, (e, p, m), s, s2):.1f}"
+    for (e, s, p, m), mean in means.items():
+        theirs = paper_cell("resnet", s, m) if (e, p) == ("imagenette", "3%") else None
+        if theirs is not None:
+            found[f"{e}/resnet-{s}/{p}/{m}"] = f"{theirs - mean:.1f}"
     return found
+
+
+def smallest_lead(results: list[Result], where: tuple[str, str, int], one: str, other: str) -> float:
+    """The weakest seed of one strategy against the strongest of another, in points."""
+    experiment, patch, masks = where
+    same = pick(results, experiment=experiment, patch=patch, masks=masks, native=False)
+    rates = {s: [100 * r.certified.rate for r in pick(same, strategy=s)] for s in (one, other)}
+    return min(rates[one]) - max(rates[other])
 
 
 def filled(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:

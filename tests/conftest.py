@@ -49,7 +49,7 @@ LONG = (
 def pytest_configure(config: pytest.Config) -> None:
     # Not in pyproject.toml: to look the class up there, pytest would import the package before its calls are checked.
     config.addinivalue_line("filterwarnings", "error::patchproof.types.PatchproofWarning")
-    hypothesis.settings.load_profile("quick" if config.getoption("markexpr") else "thorough")
+    hypothesis.settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "thorough")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

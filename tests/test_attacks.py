@@ -437,7 +437,7 @@ def test_adaptive_attacks_break_nearly_all_that_brute_force_breaks(cases):
                 brute.add((seed, row))
             if found.broken[row]:
                 attacked.add((seed, row))
-    assert len(brute) >= cases
+    assert len(brute) >= {3: 4, 9: 14}[cases]
     assert len(attacked & brute) >= 0.9 * len(brute)
 
 

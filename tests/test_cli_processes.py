@@ -23,7 +23,7 @@ from faults import PATIENCE, Command, Server
 from patchproof.cli import run
 from patchproof.models import load_classifier, save_checkpoint
 
-SETTINGS = ("--masks", "3", "--exhaustive", "--batch-size", "8", "--limit", "40", "--weights", "start")
+SETTINGS = ("--masks", "3", "--exhaustive", "--batch-size", "8", "--limit", "60", "--weights", "start")
 
 
 def torchrun(processes: int, *arguments: str) -> list[str]:
@@ -148,10 +148,9 @@ def test_the_main_process_killed_one_process_finishes(whole, tmp_path):
 def test_what_every_process_gets_wrong_the_main_one_says(commands, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = Job(commands, 2, "--dataset", "nowhere")
-    main, other = job.ranks
+    main, _ = job.ranks
     assert main.wait() == 2
     assert main.complaint.count("patchproof:") == 1
-    assert other.complaint == ""  # time for the launcher to end it
 
 
 @pytest.mark.slow

@@ -339,7 +339,7 @@ def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
 
 
 @pytest.mark.parametrize("count", [4_000, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_fifty_thousand_records_take_seconds_and_stay_small(tmp_path, count):
+def test_many_records_take_seconds_and_stay_small(tmp_path, count):
     names = [f"class {i}" for i in range(1000)]
     content = manifest(count=count, classes=names, side=224, patch=39, per_axis=6)
     run = write_run(tmp_path / "r", content, random_records(count, classes=1000, masks=36))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from patchproof.data import open_dataset
 from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Rate
 from patchproof.report import build_report
 from patchproof.report._attacked import attacked_rates, bounds_picture
@@ -35,6 +39,30 @@ def attacked_records(count: int, *, seed: int = 0) -> list[AttackRecord]:
 @pytest.fixture
 def folder(tmp_path):
     return write_run(tmp_path / "attack", manifest(count=60, command="attack"), attacked_records(60))
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Real images, and the manifest of an attack on them."""
+    data = tmp_path / "pets"
+    for index in range(30):
+        path = data / ("cat", "dog", "eel")[index % 3] / f"{index:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((28, 28, 3), 8 * index, np.uint8)).save(path)
+    source = open_dataset(str(data))
+    content = manifest(count=30, command="attack")
+    content["config"]["dataset"] = str(data)
+    content["identity"]["data_sha256"] = source.listing_sha256()
+    return source, content
+
+
+def records_of(source) -> list[AttackRecord]:
+    found = attacked_records(30)
+    labels = [int(source.labels[r.index]) for r in found]
+    return [
+        replace(r, path=source.path(r.index), label=label, attacked_label=(label + 1) % 3 if r.place else None)
+        for r, label in zip(found, labels, strict=True)
+    ]
 
 
 def test_all_five_accuracies_are_counted_from_the_records(folder):
@@ -86,30 +114,70 @@ def test_a_target_that_was_not_attacked_has_no_number(tmp_path):
     assert table.rows[0][4] is None
 
 
-def test_images_whose_answer_changed_are_shown_with_the_place(tmp_path):
-    import numpy as np
-    from PIL import Image
+def test_images_that_were_not_attacked_count_as_clean_in_the_upper_bound(tmp_path):
+    """`--only-certified` attacks few images: the rate over those alone would be no bound on anything."""
+    records = [r if r.certified else replace(r, attacked=None, place=None) for r in attacked_records(60)]
+    folder = write_run(tmp_path / "attack", manifest(count=60, command="attack"), records)
+    (run,), _ = load_runs([folder])
+    rates = attacked_rates(run)
+    assert {rate.n for rate in rates.values()} == {60}
+    assert rates["certified"].k <= rates["attacked"].k <= rates["defended"].k
+    (table,) = [table for table in build_report([folder]).tables if table.key == "attacked"]
+    certified = sum(bool(r.certified) for r in records)
+    assert f"attack: {certified} of 60 images were attacked behind the defence" in table.notes[1]
 
-    from patchproof.data import open_dataset
 
-    data = tmp_path / "pets"
-    for index in range(30):
-        path = data / ("cat", "dog", "eel")[index % 3] / f"{index:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((28, 28, 3), 8 * index, np.uint8)).save(path)
-    source = open_dataset(str(data))
-    records = [
-        replace(r, path=source.path(r.index), label=int(source.labels[r.index]), attacked_label=0 if r.place else None)
-        for r in attacked_records(30)
-    ]
-    content = manifest(count=30, command="attack")
-    content["config"]["dataset"] = str(data)
-    content["identity"]["data_sha256"] = source.listing_sha256()
+def test_a_record_without_attacks_among_them_is_said_and_left_out(tmp_path):
+    records = [*attacked_records(59), random_records(60)[59]]
+    folder = write_run(tmp_path / "attack", manifest(count=60, command="attack"), records)
+    report = build_report([folder])
+    assert "1 record says nothing about attacks" in report.notices[0].text
+    (run,), _ = load_runs([folder])
+    assert attacked_rates(run)["attacked"].n == 59
+
+
+def test_results_that_contradict_the_records_about_attacks_are_found_out(folder):
+    path = folder / "results.json"
+    rates = {n: {"k": 1, "n": 60} for n in ("attacked", "undefended_attacked")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | rates))
+    (run,), _ = load_runs([folder])
+    assert any(
+        "results.json contradicts the records" in notice and "attacked 1 of 60" in notice for notice in run.notices
+    )
+
+
+@pytest.mark.parametrize("place", [(100, 100, 5, 5), (0, 0, 0, 0), (25, 25, 9, 9)])
+def test_a_place_outside_the_image_costs_the_card_and_not_the_page(pets, tmp_path, place):
+    source, content = pets
+    records = [replace(r, place=place if r.place else None) for r in records_of(source)]
+    report = build_report([write_run(tmp_path / "attack", content, records)])
+    (section,) = [section for section in report.page.sections if section.key == "attacked"]
+    assert section.gallery is None or not section.gallery.changed
+    assert report.write(tmp_path / "page").is_file()
+
+
+def test_a_broken_certificate_is_shown_first_and_as_wrong(pets, tmp_path):
+    source, content = pets
+    records = records_of(source)
+    victim = [i for i, record in enumerate(records) if record.certified][-1]
+    wrong = (records[victim].label + 1) % 3
+    records[victim] = replace(records[victim], attacked=False, place=(0, 0, 5, 5), attacked_label=wrong)
+    report = build_report([write_run(tmp_path / "attack", content, records)])
+    (section,) = [section for section in report.page.sections if section.key == "attacked"]
+    card = section.gallery.changed[0]
+    assert card.title == records[victim].path
+    assert card.certified
+    assert not card.right
+
+
+def test_images_whose_answer_changed_are_shown_with_the_place(pets, tmp_path):
+    source, content = pets
+    records = records_of(source)
     folder = write_run(tmp_path / "attack", content, records)
     (section,) = [section for section in build_report([folder]).page.sections if section.key == "attacked"]
     fallen = [record for record in records if record.place]
     assert fallen
     assert section.gallery is not None
-    assert {card.title for card in section.gallery.changed} <= {record.path for record in fallen}
+    assert [card.title for card in section.gallery.changed] == [record.path for record in fallen][:8]
     assert all((c.rects[0].top, c.rects[0].left, c.rects[0].height) == (3, 4, 5) for c in section.gallery.changed)
     assert all(card.how == "where the patch lay" for card in section.gallery.changed)

@@ -323,7 +323,7 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
     assert set(pictures) == {"by-masks", "by-patch", "by-training-cost"}
     assert pictures["by-masks"].alt.startswith("Certified accuracy against masks: 2 lines")
     assert pictures["by-patch"].alt.startswith("Certified accuracy against patch size: 2 lines")
-    assert pictures["by-training-cost"].alt.startswith("Certified accuracy against training cost: 3 lines")
+    assert pictures["by-training-cost"].alt.startswith("Certified accuracy against training cost: 3 rows of points")
     for words in ("masks per axis", "certified (% of images)", "n = 40"):
         assert words in pictures["by-masks"].svg
     assert comparison_pictures(entries[:1]) == []

@@ -107,7 +107,7 @@ class Bench:
             found = self._certify("reference, float32", self._defense(engine=reference, exhaustive=True))
             differ["reference"] = _differing(verdicts, found)
         return {
-            "machine": {"device": device_name(device), "system": platform.platform(), "versions": versions()},
+            "machine": {"device": device_name(device), "system": platform.system(), "versions": versions()},
             "config": {name: value for name, value in resolved(self.config).items() if name != "output"},
             "model": self.setup.classifier.architecture,
             "images": len(self.images),

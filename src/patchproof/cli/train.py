@@ -100,8 +100,8 @@ class TrainRun:
             keep_decoded=config.keep_decoded,
         )
         # A copy that is only looked at takes a fraction of the memory of one that is learned from, so up to four times
-        # as many as the step has at once still need less than the step (benchmarks/README.md). Twice as many are whole
-        # chunks of the search's rounds, which look at 9, 4, 8 and 4 copies of each image.
+        # as many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit
+        # `greedy`, which looks at 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty.
         copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
         chunk = min(2 * copies, choose_chunk("auto", classifier.input_size, accelerator.device))
         masks = training_pair(config.mask_patch, classifier.input_size)

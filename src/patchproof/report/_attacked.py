@@ -26,15 +26,34 @@ WORDS = (
 CHANGED = "The place of the patch that changed the defended answer is blank on the right; its pixels are not kept."
 
 
+TARGETS = {"undefended_attacked": "undefended", "attacked": "defended"}
+"""An accuracy under attack, and the clean one that it cannot exceed."""
+
+
 def attacked_rates(run: CertifyRun) -> dict[str, Rate]:
-    return Tally(ATTACK_ACCURACIES).add(run.good).rates()
+    """All five over the same images: one that was not attacked counts as its clean answer, which keeps upper bounds
+    upper bounds. A target that was not attacked at all has no rate."""
+    found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
+    for name, clean in TARGETS.items():
+        answers = [getattr(r, clean) if getattr(r, name) is None else getattr(r, name) for r in run.attacks]
+        found[name] = Rate(sum(map(bool, answers)), len(answers)) if found[name].n else Rate(0, 0)
+    return found
 
 
 def attacked_runs(runs: Sequence[CertifyRun]) -> list[CertifyRun]:
     return [run for run in runs if run.attacks]
 
 
-def broken_notice(run: CertifyRun) -> list[str]:
+def attack_notices(run: CertifyRun) -> list[str]:
+    """What must be said first: certificates that broke, and records without a word about attacks."""
+    silent = len(run.good) - len(run.attacks)
+    if not run.attacks or not silent:
+        return _broken_notice(run)
+    words = count_words(silent, "record says", "records say")
+    return [*_broken_notice(run), f"{words} nothing about attacks; the accuracies under attack leave them out"]
+
+
+def _broken_notice(run: CertifyRun) -> list[str]:
     broken = [str(record.index) for record in run.attacks if record.broken]
     if not broken:
         return []
@@ -52,7 +71,13 @@ def attack_table(runs: Sequence[CertifyRun]) -> Table:
         passes = sum(record.passes for record in run.attacks)
         rows.append((run.name, *found, sum(record.broken for record in run.attacks), passes))
     columns = (Column("run"), *map(Column, NAMES.values()), Column("certified but broken"), Column("attacked copies"))
-    return Table("attacked", "Under attack", columns, tuple(rows), ("Rates with exact 95% intervals.",))
+    notes = ["Rates with exact 95% intervals."]
+    for run in runs:
+        tried = sum(record.attacked is not None for record in run.attacks)
+        if 0 < tried < len(run.attacks):
+            rest = f"of {len(run.attacks):,} images were attacked behind the defence; the others count as clean"
+            notes.append(f"{run.name}: {tried:,} {rest}.")
+    return Table("attacked", "Under attack", columns, tuple(rows), tuple(notes))
 
 
 def bounds_picture(runs: Sequence[CertifyRun]) -> Picture:
@@ -81,12 +106,12 @@ def bounds_picture(runs: Sequence[CertifyRun]) -> Picture:
         axes.set_yticks(range(len(runs)), [shortened(run.name, 24) for run in runs])
         axes.set(xlabel="images (%)", xlim=(-2, 102), ylim=(len(runs) - 0.4, -0.6))
 
-    n = ", ".join(f"{total:,}" for total in sorted({len(run.good) for run in runs}))
+    n = ", ".join(f"{total:,}" for total in sorted({len(run.attacks) for run in runs}))
     alt = f"Five accuracies of {len(runs)} attacked runs with 95% intervals, n = {n}; a band holds what is robust."
     title = f"Robust accuracy lies in the band, n = {n}"
     return draw("attacked", title, alt, plot, height=1.9 + 0.6 * len(runs))
 
 
 def changed(run: CertifyRun) -> list[AttackRecord]:
-    """The images whose defended answer a patch changed."""
-    return [record for record in run.attacks if record.place is not None]
+    """The images whose defended answer a patch changed, certified ones first."""
+    return sorted((r for r in run.attacks if r.place is not None), key=lambda r: (not r.broken, r.index))

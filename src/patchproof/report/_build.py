@@ -12,10 +12,10 @@ from patchproof.records import write_atomically
 from patchproof.report._attacked import (
     CHANGED,
     WORDS,
+    attack_notices,
     attack_table,
     attacked_runs,
     bounds_picture,
-    broken_notice,
     changed,
 )
 from patchproof.report._compare import Entry, concise, mixed_notices, paper_table, runs_table
@@ -127,7 +127,7 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         Entry(run, training) for run, training in zip(certified, find_trainings(certified, trained), strict=True)
     ]
     loaded: list[CertifyRun | TrainRun] = [*certified, *trained]
-    notices = [Notice(run.name, text) for run in certified for text in broken_notice(run)]
+    notices = [Notice(run.name, text) for run in certified for text in attack_notices(run)]
     notices += [Notice(run.name, text) for run in loaded for text in run.notices]
     several = len(entries) > 1
     notices += [Notice(e.run.name, e.training.doubt) for e in entries if e.training.doubt and _matters(e, several)]

@@ -47,6 +47,10 @@ class Card:
     """What was done to the right one."""
 
     @property
+    def right(self) -> bool:
+        return self.certified and self.answered == self.label
+
+    @property
     def too_close(self) -> bool:
         """The right label, but not far enough ahead to count."""
         return not self.certified and self.answered == self.label
@@ -100,11 +104,10 @@ def attacked_gallery(
     run: CertifyRun, records: Sequence[AttackRecord], count: int, *, dataset: str | None, data_dir: Path | None
 ) -> Gallery | None:
     """Up to `count` images whose answer a patch changed, with its place; None where there are none to show."""
-    found = open_images(run.facts, dataset=dataset, data_dir=data_dir)
-    if isinstance(found, str) or not records or not count:
+    found = open_images(run.facts, dataset=dataset, data_dir=data_dir) if records and count else ""
+    if isinstance(found, str):
         return None
-    step = max(1, len(records) // count)
-    return Gallery(changed=tuple(_changed_cards(run, found, records[::step][:count])))
+    return Gallery(changed=tuple(_changed_cards(run, found, records[:count])))
 
 
 def _changed_cards(run: CertifyRun, images: Images, records: Sequence[AttackRecord]) -> Iterator[Card]:
@@ -113,6 +116,8 @@ def _changed_cards(run: CertifyRun, images: Images, records: Sequence[AttackReco
         if pixels is None or record.place is None or record.attacked_label is None:
             continue
         rect = Rect(*record.place)
+        if not (rect.height and rect.width and Rect(0, 0, *images.masks.image_size).contains(rect)):
+            continue
         yield Card(
             title=printable(record.path),
             label=run.class_name(record.label),

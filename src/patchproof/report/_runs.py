@@ -14,7 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from patchproof.records import ACCURACIES, SCHEMA, AttackRecord, Rate, Record, parse_record, rates
+from patchproof.records import (
+    ACCURACIES,
+    ATTACK_ACCURACIES,
+    SCHEMA,
+    AttackRecord,
+    Rate,
+    Record,
+    Tally,
+    parse_record,
+    rates,
+)
 from patchproof.report._facts import Facts, label_names, look, missing_facts, read_facts
 from patchproof.report._lines import json_object, read_lines, read_sums
 from patchproof.report._text import count_words, printable
@@ -219,8 +229,10 @@ def _results_doubts(folder: Path, results: Mapping[str, Any] | None, records: Se
     if results is None:
         state = "damaged" if (folder / "results.json").exists() else "missing"
         return [f"results.json is {state}; the accuracies are computed from the records, the time is not known"]
-    counted = rates(records)
-    wrong = [name for name in ACCURACIES if look(results, name) is None or _differs(results[name], counted[name])]
+    names = [n for n in ATTACK_ACCURACIES if n in ACCURACIES or n in results]
+    attacks = all(isinstance(record, AttackRecord) for record in records if record.error is None)
+    counted = Tally(names if attacks and records else ACCURACIES).add(records).rates()
+    wrong = [name for name in counted if look(results, name) is None or _differs(results[name], counted[name])]
     if not wrong:
         return []
     told = [f"{name} {_told(look(results, name))}, the records {_told(counted[name].as_dict())}" for name in wrong]

@@ -81,7 +81,7 @@ def _against(
         percent_axis(axes, (entry.certified for points in lines.values() for _, entry in points))
 
     n = ", ".join(f"{total:,}" for total in totals)
-    alt = f"{title}: {len(lines)} lines with 95% intervals, n = {n}."
+    alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals, n = {n}."
     return draw(key, f"{title}, n = {shortened(n, 24)}", alt, plot, height=3.0 + 0.16 * len(lines))
 
 
@@ -104,8 +104,7 @@ def _by_cost(cost: tuple[float, str]) -> tuple[float, int, str]:
 def _name_x(axes: Axes, costs: Sequence[tuple[float, str]]) -> None:
     """A place for each strategy in the order of its cost, which stands below its name."""
     many = len(costs) > FEW_NAMES
-    words = [shortened(f"{name}: {cost:g}" if many else name, 18) for cost, name in costs]
-    words = words if many else [f"{word}\n{cost:g}" for word, (cost, _) in zip(words, costs, strict=True)]
+    words = [f"{shortened(name, 14)}{': ' if many else chr(10)}{cost:g}" for cost, name in costs]
     axes.set_xticks(range(len(costs)), words)
     if many:
         axes.tick_params(axis="x", rotation=40)
