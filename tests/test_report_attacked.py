@@ -72,7 +72,7 @@ def test_all_five_accuracies_are_counted_from_the_records(folder):
     assert attacked_rates(run) == plain
     report = build_report([folder])
     (table,) = [table for table in report.tables if table.key == "attacked"]
-    assert table.rows == (("attack", *(plain[name] for name in ATTACK_ACCURACIES), 0, 6000),)
+    assert [value for _, value in table.rows] == [*(plain[name] for name in ATTACK_ACCURACIES), 0, 6000]
 
 
 def test_the_page_of_one_attack_has_the_bounds_first_and_no_alarm(folder):
@@ -101,7 +101,10 @@ def test_attacks_stand_beside_certifications(folder, tmp_path):
     plain = write_run(tmp_path / "certify", manifest(count=60), random_records(60))
     report = build_report([plain, folder])
     (section,) = [section for section in report.page.sections if section.key == "attacked"]
-    assert [row[0] for row in section.tables[0].rows] == ["attack"]
+    assert dict(section.tables[0].rows)["attacked copies"] == 6000
+    other = write_run(tmp_path / "again", manifest(count=60, command="attack"), attacked_records(60, seed=1))
+    (section,) = [section for section in build_report([folder, other]).page.sections if section.key == "attacked"]
+    assert [(row[0], row[-1]) for row in section.tables[0].rows] == [("attack", 6000), ("again", 6000)]
 
 
 def test_a_target_that_was_not_attacked_has_no_number(tmp_path):
@@ -111,7 +114,7 @@ def test_a_target_that_was_not_attacked_has_no_number(tmp_path):
     assert attacked_rates(run)["attacked"].n == 0
     assert bounds_picture([run]).svg
     (table,) = [table for table in build_report([folder]).tables if table.key == "attacked"]
-    assert table.rows[0][4] is None
+    assert dict(table.rows)["defended, attacked"] is None
 
 
 def test_images_that_were_not_attacked_count_as_clean_in_the_upper_bound(tmp_path):

@@ -63,21 +63,29 @@ def _broken_notice(run: CertifyRun) -> list[str]:
 
 
 def attack_table(runs: Sequence[CertifyRun]) -> Table:
-    """A row a run; all five accuracies, what was tried, and how many certificates broke."""
-    rows: list[tuple[Cell, ...]] = []
-    for run in runs:
-        rates = attacked_rates(run)
-        found = [rates[name] if rates[name].n else None for name in ATTACK_ACCURACIES]
-        passes = sum(record.passes for record in run.attacks)
-        rows.append((run.name, *found, sum(record.broken for record in run.attacks), passes))
-    columns = (Column("run"), *map(Column, NAMES.values()), Column("certified but broken"), Column("attacked copies"))
-    notes = ["Rates with exact 95% intervals."]
-    for run in runs:
-        tried = sum(record.attacked is not None for record in run.attacks)
-        if 0 < tried < len(run.attacks):
-            rest = f"of {len(run.attacks):,} images were attacked behind the defence; the others count as clean"
-            notes.append(f"{run.name}: {tried:,} {rest}.")
-    return Table("attacked", "Under attack", columns, tuple(rows), tuple(notes))
+    """All five accuracies, how many certificates broke, and what was tried: of one run below each other, of several a
+    row each."""
+    rows = [_row(run) for run in runs]
+    heads = ("run", *NAMES.values(), "certified but broken", "attacked copies")
+    notes = ("Rates with exact 95% intervals.", *(note for run in runs for note in _untried(run)))
+    if len(rows) > 1:
+        return Table("attacked", "Under attack", tuple(map(Column, heads)), tuple(rows), notes)
+    pairs = tuple(zip(heads[1:], rows[0][1:], strict=True))
+    return Table("attacked", "Under attack", (Column("what"), Column("images")), pairs, notes)
+
+
+def _row(run: CertifyRun) -> tuple[Cell, ...]:
+    rates = attacked_rates(run)
+    found = [rates[name] if rates[name].n else None for name in ATTACK_ACCURACIES]
+    passes = sum(record.passes for record in run.attacks)
+    return run.name, *found, sum(record.broken for record in run.attacks), passes
+
+
+def _untried(run: CertifyRun) -> list[str]:
+    tried, n = sum(record.attacked is not None for record in run.attacks), len(run.attacks)
+    if not 0 < tried < n:
+        return []
+    return [f"{run.name}: {tried:,} of {n:,} images were attacked behind the defence; the others count as clean."]
 
 
 def bounds_picture(runs: Sequence[CertifyRun]) -> Picture:
