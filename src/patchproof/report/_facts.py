@@ -120,7 +120,8 @@ def label_names(manifest: Mapping[str, Any], records: Iterable[Record]) -> dict[
         return class_words(dict(enumerate(outputs)))
     if not _is_names(data):
         return {}
-    from_paths = _first_folders(records, set(data)) if "class_names" not in (model or {}) else {}
+    listed = isinstance(model, Mapping) and "class_names" in model
+    from_paths = {} if listed else _first_folders(records, set(data))
     return class_words(from_paths or (dict(enumerate(data)) if by_position else {}))
 
 
