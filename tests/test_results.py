@@ -57,6 +57,8 @@ def test_the_headline_is_what_a_plain_count_gives(rebuild):
         certified = statistics.mean(share(folder, "certified") for folder in folders)
         assert f"| {len(folders)} |" in rows[run]
         assert f"| {undefended:.1f} | {certified:.1f}" in rows[run]
+        fine = [share(folder, "certified") for folder in RESULTS.glob(f"imagenette/{run}-seed*/certify-3percent-6x6")]
+        assert rows[run].rstrip(" |").split("|")[-1].strip().startswith(f"{statistics.mean(fine):.1f}" if fine else "–")
 
 
 def test_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
