@@ -22,6 +22,7 @@ from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.masking import AUTOCAST, as_images, fill_colour, forward, occlude, tf32
 from patchproof.models import ImageClassifier, load_classifier
 from patchproof.throughput import _rate
+from patchproof.types import Precision
 
 
 def rates(classifier: ImageClassifier, images: torch.Tensor, *, compiled: bool, seconds: float) -> dict[str, float]:
@@ -53,13 +54,14 @@ def gap_changes(classifier: ImageClassifier, images: torch.Tensor, chunk: int) -
     first, second = drawn.to(images.device)
     of = torch.arange(len(images), device=images.device).repeat(6)
 
-    def logits(size: int, precision: str) -> torch.Tensor:
+    def logits(size: int, precision: Precision) -> torch.Tensor:
         parts = zip(of.split(size), first.split(size), second.split(size), strict=True)
         copies = (occlude(images[i], keep[a] & keep[b], fill) for i, a, b in parts)
-        return torch.cat([forward(classifier, part, precision=precision) for part in copies])  # type: ignore[arg-type]
+        return torch.cat([forward(classifier, part, precision=precision) for part in copies])
 
     sure = logits(chunk, "fp32")
-    found = {p: _gap_change(logits(chunk, p), sure) for p in ("bf16", "fp16", "tf32")}
+    others: tuple[Precision, ...] = ("bf16", "fp16", "tf32")
+    found: dict[str, float] = {p: _gap_change(logits(chunk, p), sure) for p in others}
     return {**found, "fp32 in other batches": _gap_change(logits(max(1, chunk // 6), "fp32"), sure)}
 
 

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
-def certify(processes: int, folder: Path, arguments: list[str]) -> dict[str, object]:
+def certify(processes: int, folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Seconds that the run itself counted, without the start of the processes, and a digest of its records."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*launcher, "-m", "patchproof", "certify", *arguments, "--output", str(folder)]
@@ -37,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         rows = [certify(count, Path(name) / str(count), arguments.certify) for count in arguments.processes]
     for row in rows:
-        row["speed_up"] = rows[0]["seconds"] / row["seconds"]  # type: ignore[operator]
+        row["speed_up"] = rows[0]["seconds"] / row["seconds"]
         print(f"{row['processes']} processes: {row['seconds']:.1f} s, {row['speed_up']:.2f} times as fast")
     same = len({row["records_sha256"] for row in rows}) == 1
     print("the records are the same bytes" if same else "THE RECORDS DIFFER")

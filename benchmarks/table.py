@@ -45,14 +45,30 @@ def throughput() -> Iterator[str]:
         yield f"| {' | '.join([*cells, str(max(found['differ'].values(), default='–'))])} |"
 
 
+def prediction() -> Iterator[str]:
+    """Double masking's answers: ours in batches, the peer's one image at a time."""
+    yield "| model | device | precision | masks | passes an image | images a second | peer | times the peer |"
+    yield f"|---|---|---|{'---:|' * 5}"
+    for path in sorted((HERE / "results").glob("bench-*.json")):
+        found = json.loads(path.read_text())
+        rows = {row["name"]: row for row in found["rows"]}
+        ours, peer = rows["ours, predict"], rows.get("peer, predict")
+        if peer:
+            speed = ours["images_per_second"], peer["images_per_second"]
+            cells = [found["model"], found["machine"]["device"], found["config"]["precision"], str(found["masks"])]
+            cells += [f"{ours['passes'] / ours['images']:.1f}", *(f"{value:.3g}" for value in speed)]
+            yield f"| {' | '.join([*cells, _times(ours, peer)])} |"
+
+
 def scaling() -> Iterator[str]:
-    """How the cost of certification grows with masks an axis."""
+    """How the cost of certification grows with masks an axis, and with images."""
     yield "| model | device | masks an axis | masks | pairs | images | passes an image | seconds an image |"
     yield f"|---|---|{'---:|' * 6}"
     for path in sorted((HERE / "results").glob("bench-*.json")):
         found = json.loads(path.read_text())
-        for row in found["scaling"].get("masks", []):
-            cells = [found["model"], found["machine"]["device"], *(str(row[k]) for k in ("per_axis", "masks", "pairs"))]
+        usual = {"per_axis": found["config"]["masks"], "masks": found["masks"], "pairs": found["pairs"]}
+        for row in (usual | row for kind in ("masks", "images") for row in found["scaling"].get(kind, [])):
+            cells = [found["model"], found["machine"]["device"], *(str(row[k]) for k in usual)]
             cells += [
                 str(row["images"]),
                 f"{row['passes'] / row['images']:.1f}",
@@ -125,6 +141,7 @@ def memory() -> Iterator[str]:
 
 TABLES = {
     "throughput": throughput,
+    "prediction": prediction,
     "scaling": scaling,
     "processes": processes,
     "precision": precision,

@@ -59,7 +59,9 @@ def _loss_picture(runs: Sequence[TrainRun]) -> Picture | None:
 
     steps = ", ".join(f"{len(run.losses):,}" for run in runs)
     alt = f"Training loss of {len(runs)} runs ({steps} steps); the band holds 80% of the steps around each point."
-    return draw("loss", "Training loss, 80% of the steps in the band", alt, plot, height=3.0 + 0.16 * len(runs))
+    counts = ", ".join(f"{count:,}" for count in sorted({len(run.losses) for run in runs}))
+    title = f"Training loss, n = {shortened(counts, 24)} steps, 80% of them in the band"
+    return draw("loss", title, alt, plot, height=3.0 + 0.16 * len(runs))
 
 
 def smoothed(losses: Sequence[tuple[int, float]]) -> tuple[list[float], list[float], list[float], list[float]]:
