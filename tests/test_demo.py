@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from patchproof.cli import run
+from patchproof.cli._terminal import Console
 from patchproof.cli.demo import certify, fit
 from patchproof.config import DemoConfig
 from patchproof.records import Rate

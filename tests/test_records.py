@@ -65,6 +65,12 @@ def test_what_is_no_record_is_not_read_as_one(line):
         Record.parse(line)
 
 
+@pytest.mark.parametrize("name", ["index", "label", "forwards", "margin"])
+def test_a_number_that_no_float_can_hold_is_no_record(name):
+    with pytest.raises(ValueError, match="number"):
+        Record.parse(json.dumps(json.loads(record(0).line()) | {name: 10**400}))
+
+
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_interval_is_clopper_pearsons(kn):
     k, n = kn

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
+
+LARGEST = 2**63 - 1
+"""No index, label or count is larger; Python's own whole numbers have no end, but what is computed from them has."""
 
 Kind = TypeVar("Kind", bound="Record")
 
@@ -107,15 +110,15 @@ def _require_types(record: Record) -> None:
         _require_whole([*record.witness.masks, record.witness.label])
         if len(record.witness.masks) != 2:
             raise ValueError("a witness has two masks")
-    if record.margin is not None and not (_is_number(record.margin) and math.isfinite(record.margin)):
+    if record.margin is not None and not (_is_number(record.margin) and abs(record.margin) <= sys.float_info.max):
         raise ValueError("a margin is a finite number")
     if not isinstance(record.error, str | None):
         raise ValueError("an error is words")  # noqa: TRY004
 
 
 def _require_whole(values: Iterable[Any]) -> None:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError("indices, labels and counts are whole numbers")
+    if not all(type(value) is int and 0 <= value <= LARGEST for value in values):
+        raise ValueError(f"indices, labels and counts are whole numbers up to {LARGEST}")
 
 
 def _is_number(value: object) -> bool:
