@@ -255,9 +255,9 @@ class Curved:
         return torch.einsum("bchw,dchw->bd", images, self.inner).tanh() @ self.outer.T
 
 
-@given(st.integers(0, 2**32), st.integers(1, 60))
-@settings(max_examples=25)
-def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk):
+@given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
+@settings(max_examples=40)
+def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk, whole_chunks):
     generator = torch.Generator().manual_seed(seed)
     threat = pp.PatchThreat((6, 7), ((2, 3),))
     masks = pp.covering_masks(threat, per_axis=2)
@@ -276,10 +276,33 @@ def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk):
     logits = classifier(copies).unflatten(0, (3, 4)).masked_fill(~aim.used[..., None], 0)
     expected = loss(logits, labels, aim)
     (slope,) = torch.autograd.grad(expected.sum(), images)
-    value, gradient = Lens(classifier, views, pp.Engine(chunk=chunk)).gradient(images.detach(), labels, aim, loss)
+    lens = Lens(classifier, views, pp.Engine(chunk=chunk), whole_chunks=whole_chunks)
+    value, gradient = lens.gradient(images.detach(), labels, aim, loss)
     seen = aim.used.any(dim=1)
     assert torch.allclose(value[seen], expected[seen].detach(), atol=1e-5)
     assert torch.allclose(gradient, slope, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chunk", "whole_chunks", "sizes"), [
+    (40, False, [9, 9]),  # three candidates of three copies fill a pass of ten, each copy passed once
+    (40, True, [10, 10]),
+    (8, False, [2, 1] * 2 * 6),  # a candidate larger than a pass: its logits first, then its gradient
+])  # fmt: skip
+def test_copies_that_fill_a_pass_are_passed_once(generator, chunk, whole_chunks, sizes):
+    seen = []
+
+    class Counted(Curved):
+        def __call__(self, images):
+            seen.append(len(images))
+            return super().__call__(images)
+
+    masks = pp.covering_masks(pp.PatchThreat((6, 7), ((2, 3),)), per_axis=2)
+    views = Views.of(masks, (6, 7), torch.device("cpu"))
+    lens = Lens(Counted((6, 7), 3, generator), views, pp.Engine(chunk=chunk), whole_chunks=whole_chunks)
+    view = torch.randint(len(views.first), (6, 3), generator=generator)
+    aim = Aim(view, torch.ones(6, 3, dtype=torch.bool), torch.zeros(6, dtype=torch.int64))
+    lens.gradient(torch.rand(6, 2, 6, 7), aim.wrong, aim, lambda logits, labels, _aim: -lead(logits, labels).sum(dim=1))
+    assert seen == sizes
 
 
 def test_views_are_the_unions_of_masks_and_the_whole_image(generator):

@@ -61,6 +61,17 @@ def test_the_headline_is_what_a_plain_count_gives(rebuild):
         assert rows[run].rstrip(" |").split("|")[-1].strip().startswith(f"{statistics.mean(fine):.1f}" if fine else "–")
 
 
+def test_every_curve_shows_all_its_points(rebuild):
+    _, pictures = rebuild.build(rebuild.read(RESULTS), [], [])
+    assert {picture.key for picture in pictures} == {path.stem for path in (RESULTS / "figures").iterdir()}
+    for picture in pictures:
+        (axes,) = picture.figure.axes
+        points = [point for line in axes.lines for point in line.get_xydata()]
+        assert len(points) >= 8
+        for values, (low, high) in zip(zip(*points, strict=True), (axes.get_xlim(), axes.get_ylim()), strict=True):
+            assert low <= min(values) <= max(values) <= high
+
+
 def test_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
     shutil.copytree(RESULTS / RUN, tmp_path / RUN)
     found = records(RESULTS / RUN)

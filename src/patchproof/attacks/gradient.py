@@ -81,7 +81,8 @@ class GradientAttack(Attack):
     def search(
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
-        lens = Lens(self.classifier, Views.of(self.masks, self.threat.image_size, images.device), self.engine)
+        views = Views.of(self.masks, self.threat.image_size, images.device)
+        lens = Lens(self.classifier, views, self.engine, whole_chunks=images.is_cuda)
         every = torch.arange(len(lens.views.first), device=images.device)
         scene = Scene(lens.views, labels, lens.logits(images, every))
         places = self.places(lens, scene, images)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude
+from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude, padded
 from patchproof.types import Classifier, InputError, Size
 
 GRADIENT_SHARE = 4
@@ -67,7 +67,7 @@ class Aim:
     used: Bool[Tensor, "j k"]
     wrong: Int64[Tensor, " j"]
 
-    def __getitem__(self, rows: Tensor) -> Aim:
+    def __getitem__(self, rows: Tensor | slice) -> Aim:
         return Aim(self.view[rows], self.used[rows], self.wrong[rows])
 
     @property
@@ -76,7 +76,8 @@ class Aim:
 
 
 Loss = Callable[[Tensor, Tensor, Aim], Tensor]
-"""(logits "j k classes", labels "j", aim) -> "j"; larger is worse for the defender. Unused copies have logits 0."""
+"""(logits "j k classes", labels "j", aim) -> "j"; larger is worse for the defender. Unused copies have logits 0, and a
+candidate's loss depends on its own copies alone."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Lens:
     classifier: Classifier
     views: Views
     engine: Engine
+    whole_chunks: bool = False
+    """Fill every pass up to one of two sizes: on a GPU, kernels are chosen anew for every new number of copies."""
 
     def logits(self, images: Float[Tensor, "b c h w"], view: Int64[Tensor, " v"]) -> Float[Tensor, "b v classes"]:
         """F of every image in each of these views."""
@@ -96,26 +99,30 @@ class Lens:
     def gradient(
         self, images: Float[Tensor, "j c h w"], labels: Int64[Tensor, " j"], aim: Aim, loss: Loss
     ) -> tuple[Float[Tensor, " j"], Float[Tensor, "j c h w"]]:
-        """The loss of each image and its gradient there.
-
-        A loss may compare copies of different chunks. So all logits come first, then the loss and its slope in them,
-        then each chunk again to carry that slope back to the pixels; a single chunk is passed once.
-        """
-        image, slot = torch.nonzero(aim.used, as_tuple=True)
-        if not len(image):
-            return images.new_zeros(len(images)), torch.zeros_like(images)
+        """The loss of each image and its gradient there, a chunk's worth of candidates at a time."""
+        value, gradient = images.new_zeros(len(images)), torch.zeros_like(images)
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
-            return self._gradient(images, labels, aim, loss, (image, slot))
+            for rows in _groups(aim.passes.tolist(), self.size):
+                value[rows], gradient[rows] = self._gradient(images[rows], labels[rows], aim[rows], loss)
+        return value, gradient
 
-    def _gradient(
-        self, images: Tensor, labels: Tensor, aim: Aim, loss: Loss, used: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        (image, slot), gradient = used, torch.zeros_like(images)
-        size = max(1, self.engine.chunk // GRADIENT_SHARE)
-        chunks = list(zip(image.split(size), slot.split(size), strict=True))
+    @property
+    def size(self) -> int:
+        """Copies in one pass that keeps its activations."""
+        return max(1, self.engine.chunk // GRADIENT_SHARE)
+
+    def _gradient(self, images: Tensor, labels: Tensor, aim: Aim, loss: Loss) -> tuple[Tensor, Tensor]:
+        """Copies that fill one chunk are passed once. A candidate with more of them has a loss that compares copies of
+        different chunks: all its logits come first, then the loss and its slope in them, then each chunk again to carry
+        that slope back to the pixels."""
+        image, slot = torch.nonzero(aim.used, as_tuple=True)
+        gradient = torch.zeros_like(images)
+        if not len(image):
+            return images.new_zeros(len(images)), gradient
+        chunks = list(zip(image.split(self.size), slot.split(self.size), strict=True))
         kept = self._tied(images, image, aim.view[image, slot]) if len(chunks) == 1 else None
         logits = kept[1].detach() if kept else self._untied(images, [(i, aim.view[i, s]) for i, s in chunks])
-        value, slope = _slope(logits, used, labels, aim, loss)
+        value, slope = _slope(logits, (image, slot), labels, aim, loss)
         for i, s in chunks:
             copies, answers = kept or self._tied(images, i, aim.view[i, s])
             carried = _carry(answers, copies, slope[i, s])
@@ -138,7 +145,24 @@ class Lens:
     def _pass(self, copies: Tensor, view: Tensor) -> Tensor:
         masked = occlude(copies, self.views.shown(view), fill_colour(self.classifier, copies))
         with _autocast(self.engine, copies.device):
-            return self.classifier(masked).float()
+            return self.classifier(self._filled(masked)).float()[: len(masked)]
+
+    def _filled(self, masked: Tensor) -> Tensor:
+        if not self.whole_chunks:
+            return masked
+        return padded(masked, self.size if len(masked) <= self.size else self.engine.chunk)
+
+
+def _groups(passes: Sequence[int], size: int) -> Iterator[slice]:
+    """Consecutive candidates whose copies fill at most `size` places; one with more of them stands alone."""
+    start = held = 0
+    for number, count in enumerate(passes):
+        if held and held + count > size:
+            yield slice(start, number)
+            start, held = number, 0
+        held += count
+    if len(passes):
+        yield slice(start, len(passes))
 
 
 def _slope(

@@ -7,7 +7,7 @@ Certification, inference and the training search all evaluate masked copies thro
 from patchproof.masking._arithmetic import AUTOCAST, evaluating, forward, tf32
 from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, out_of_memory
+from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, out_of_memory, padded
 from patchproof.masking._table import BLOCK, TwoMaskTable, clean_labels, two_mask_labels
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "label_range",
     "occlude",
     "out_of_memory",
+    "padded",
     "require_classes",
     "tf32",
     "top_two",

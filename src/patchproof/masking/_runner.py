@@ -115,7 +115,7 @@ class Runner:
             return network(precision=precision)(images)
         shape = self.shape(len(images))
         compiled = self.engine.compile and precision == self.engine.precision and shape == self.chunk
-        return network(precision=precision, compiled=compiled)(_padded(images, shape))[: len(images)]
+        return network(precision=precision, compiled=compiled)(padded(images, shape))[: len(images)]
 
     def fixed(self, images: Tensor) -> bool:
         """On a GPU, or compiled, batches have few sizes: for every new one kernels are chosen anew, or compiled."""
@@ -179,6 +179,7 @@ def out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def _padded(images: Tensor, size: int) -> Tensor:
+def padded(images: Tensor, size: int) -> Tensor:
+    """The images, and the last one again and again until there are `size` of them."""
     missing = size - len(images)
     return torch.cat([images, images[-1:].expand(missing, -1, -1, -1)]) if missing > 0 else images

@@ -190,6 +190,9 @@ def error_line(
         transform=axes.transData + aside,
         **series_style(number) | ({} if joined else {"linestyle": "none"}),
     )
+    # Lines with a transform of their own are not counted when axes choose their limits.
+    axes.update_datalim([(at, 100 * bound) for at, rate in zip(x, rates, strict=True) for bound in rate.interval])
+    axes.autoscale_view()
 
 
 def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
