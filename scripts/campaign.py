@@ -5,7 +5,9 @@
 The broken ones show that the attack has teeth. One leaves out a mask, so that patches at some places are hidden by
 none; the other answers by the paper's wording ("none or more than one disagreed case: majority"). Each certifies images
 by the usual check, and gets a quarter of the time, or less if `--enough` of them break sooner; double masking gets the
-rest. Exit code 1 if a certified image of double masking breaks, or if a broken defence does not.
+rest. Images come in a random order, the same for a seed, so that those reached in the time are a fair sample. The
+counts are written after every batch. Exit code 1 if a certified image of double masking breaks, or if a broken defence
+does not.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from patchproof.attacks import AttackPlan, attack_in_turn, defended_attacks
+from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import Setup, checked, sample_pixels
 from patchproof.cli.certify import Run
 from patchproof.config import AttackConfig
@@ -34,6 +37,8 @@ from patchproof.records import dump_json
 
 Batches = Iterable[tuple[list[int], Tensor, Tensor]]
 """(indices, images, labels)."""
+
+SECONDS_BETWEEN_LINES = 15
 
 
 class MaskRemoved(PatchCleanser):
@@ -78,6 +83,8 @@ class Tally:
     passes: int = 0
     queries: int = 0
     seconds: float = 0.0
+    indices: list[int] = field(default_factory=list)
+    """The images that were certified and attacked."""
     breaks: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -89,8 +96,10 @@ def attack_certified(
     seed: int = 0,
     seconds: float = float("inf"),
     enough: int | None = None,
+    note: Callable[[Tally], None] = lambda _tally: None,
 ) -> Tally:
-    """Attack the images this defence certifies until the time is over, the images are, or `enough` are broken."""
+    """Attack the images this defence certifies until the time is over, the images are, or `enough` are broken; `note`
+    is told after every batch."""
     tally, started = Tally(), time.monotonic()
     attacks = defended_attacks(
         defense.classifier, defense, defense.threat, defense.masks, plan=plan, engine=defense.engine
@@ -103,6 +112,7 @@ def attack_certified(
             found = attack_in_turn(attacks, images[rows], labels[rows], seed=seed, indices=chosen)
             _count(tally, found, chosen)
         tally.seconds = round(time.monotonic() - started, 1)
+        note(tally)
         if tally.seconds > seconds or (enough is not None and tally.broken >= enough):
             break
     return tally
@@ -110,6 +120,7 @@ def attack_certified(
 
 def _count(tally: Tally, found: Any, indices: list[int]) -> None:
     tally.tried += len(indices)
+    tally.indices += indices
     tally.broken += int(found.broken.sum())
     tally.passes += int(found.passes.sum())
     tally.queries += int(found.queries.sum())
@@ -118,8 +129,10 @@ def _count(tally: Tally, found: Any, indices: list[int]) -> None:
         tally.breaks.append(answers | {"place": list(asdict(found.places[row]).values())})
 
 
-def image_batches(run: Run, setup: Setup, size: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    for batch in iterate_batches(run.source, setup.preprocessing, run.indices, batch_size=size, skip_bad=True):
+def image_batches(run: Run, setup: Setup, size: int, *, seed: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    order = torch.randperm(len(run.indices), generator=torch.Generator().manual_seed(seed)).tolist()
+    shuffled = [run.indices[i] for i in order]
+    for batch in iterate_batches(run.source, setup.preprocessing, shuffled, batch_size=size, skip_bad=True):
         if batch.indices:
             labels = run.classes[batch.labels].to(setup.device)
             yield batch.indices, as_images(batch.images, setup.device), labels
@@ -141,43 +154,58 @@ def parse_arguments(tokens: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(tokens)
 
 
+@dataclass
+class Report:
+    """What is written: the settings, what was attacked, and the counts so far."""
+
+    output: Path
+    content: dict[str, Any]
+    said: float = 0.0
+
+    def note(self, name: str, tally: Tally, *, done: bool = False) -> None:
+        self.content[name] = asdict(tally)
+        self.output.write_text(dump_json(self.content), encoding="utf-8")
+        if done or time.monotonic() - self.said > SECONDS_BETWEEN_LINES:
+            print(
+                f"{name}: {tally.seen} images, {tally.tried} certified and attacked, {tally.broken} broken, "
+                f"{tally.passes} passes, {tally.seconds:.0f} s",
+                file=sys.stdout if done else sys.stderr,
+                flush=True,
+            )
+            self.said = time.monotonic()
+
+
 def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = {"minutes", "enough", "images_at_once", "output"}
-    config = AttackConfig(**{name: value for name, value in vars(arguments).items() if name not in own})
+    own = {name: getattr(arguments, name) for name in ("minutes", "enough", "images_at_once")}
+    config = AttackConfig(**{k: v for k, v in vars(arguments).items() if k not in own and k != "output"})
     plan = AttackPlan(config.steps, config.restarts, config.places, config.step_size, config.place_search)
     run, end = Run.begin(config), time.monotonic() + 60 * arguments.minutes
-    setup, _ = checked(run.setup, sample_pixels(run.source, run.setup, run.indices))
-    tallies = {}
-    for name, defense in broken_defenses(setup.defense).items():
-        tallies[name] = attack_certified(
+    setup, drift = checked(run.setup, sample_pixels(run.source, run.setup, run.indices))
+    made_with = manifest(config, setup, run.source, run.indices, drift) | {"command": "campaign"}
+    report = Report(arguments.output, {"title": run.title, "campaign": own, "manifest": made_with})
+
+    def attack(name: str, defense: PatchCleanser, seconds: float, enough: int | None = None) -> None:
+        batches = image_batches(run, setup, arguments.images_at_once, seed=config.seed)
+        tally = attack_certified(
             defense,
-            image_batches(run, setup, arguments.images_at_once),
+            batches,
             plan=plan,
             seed=config.seed,
-            seconds=15 * arguments.minutes,
-            enough=arguments.enough,
+            seconds=seconds,
+            enough=enough,
+            note=lambda tally: report.note(name, tally),
         )
-        show(name, tallies[name])
-    rest = image_batches(run, setup, arguments.images_at_once)
-    left = end - time.monotonic()
-    tallies["double masking"] = attack_certified(setup.defense, rest, plan=plan, seed=config.seed, seconds=left)
-    show("double masking", tallies["double masking"])
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k != "output"}
-    return {"title": run.title, "settings": settings, **{name: asdict(tally) for name, tally in tallies.items()}}
+        report.note(name, tally, done=True)
 
-
-def show(name: str, tally: Tally) -> None:
-    print(
-        f"{name}: {tally.seen} images, {tally.tried} certified and attacked, {tally.broken} broken, "
-        f"{tally.passes} passes, {tally.seconds:.0f} s",
-        flush=True,
-    )
+    for name, defense in broken_defenses(setup.defense).items():
+        attack(name, defense, 15 * arguments.minutes, arguments.enough)
+    attack("double masking", setup.defense, end - time.monotonic())
+    return report.content
 
 
 def main(tokens: list[str] | None = None) -> int:
     arguments = parse_arguments(tokens)
     results = run_campaign(arguments)
-    arguments.output.write_text(dump_json(results), encoding="utf-8")
     toothless = [name for name in ("mask removed", "literal rule") if not results[name]["broken"]]
     for name in toothless:
         print(f"{name}: nothing was broken, so this campaign says little; give it more time, steps or places")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from evidence_records import Result, pick
 from evidence_tables import ORDER, cell, notes, rate_text, spread
@@ -11,9 +10,10 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from patchproof.recipes import recipes
-from patchproof.report._figures import draw, error_line
+from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
 from patchproof.report._tables import Column, Table
 
+ROUND_PASSES = (10, 30, 100, 300)
 FAMILIES = {"resnet": "ResNet", "vit": "ViT-B", "convnext": "ConvNeXt"}
 
 
@@ -137,24 +137,40 @@ def masks_table(results: list[Result]) -> Table:
     return Table("imagenette-masks", "ImageNette: more masks", columns, tuple(rows), notes(chosen))
 
 
-def curve(results: list[Result]) -> list[Any]:
-    """Certified accuracy at 3% against masks an axis, for `cutout` and `greedy`."""
-    chosen = [s for s in ("cutout", "greedy") if len(pick(results, strategy=s, seed=0, patch="3%")) > 2]
+def curves(results: list[Result]) -> list[Picture]:
+    """What more masks an axis bring, and what they cost, for `cutout` and `greedy` at 3%."""
+    lines = {
+        s: sorted(pick(results, strategy=s, seed=0, patch="3%"), key=lambda r: r.masks) for s in ("cutout", "greedy")
+    }
+    lines = {strategy: found for strategy, found in lines.items() if len(found) > 2}
+    if not lines:
+        return []
+    every = [r for some in lines.values() for r in some]
+    n = " or ".join(f"{n:,}" for n in sorted({r.certified.n for r in every}))
 
-    def plot(axes: Axes) -> None:
-        for number, strategy in enumerate(chosen):
-            some = sorted(pick(results, strategy=strategy, seed=0, patch="3%"), key=lambda r: r.masks)
-            error_line(
-                axes,
-                [float(r.masks) for r in some],
-                [r.certified for r in some],
-                label=strategy,
-                number=number,
-                of=len(chosen),
-            )
-        axes.set(xlabel="masks per axis", ylabel="certified at 3% (% of images)")
+    def certified(axes: Axes) -> None:
+        for number, (strategy, some) in enumerate(lines.items()):
+            at, rates = [float(r.masks) for r in some], [r.certified for r in some]
+            error_line(axes, at, rates, label=strategy, number=number, of=len(lines))
+        percent_axis(axes, (r.certified for r in every))
+        _name_masks(axes, every, "certified at 3% (% of images)")
 
-    ns = sorted({r.certified.n for r in results if r.patch == "3%" and r.strategy in chosen})
-    title = f"ImageNette, n = {', '.join(f'{n:,}' for n in ns)}"
-    words = "Certified accuracy against masks per axis, with 95% intervals."
-    return [draw("imagenette-masks", title, words, plot)] if chosen else []
+    def cost(axes: Axes) -> None:
+        for number, (strategy, some) in enumerate(lines.items()):
+            axes.plot([r.masks for r in some], [r.passes for r in some], label=strategy, **series_style(number))
+        axes.set_yscale("log")
+        axes.set_yticks(ROUND_PASSES, [str(passes) for passes in ROUND_PASSES])
+        axes.minorticks_off()
+        _name_masks(axes, every, "passes an image")
+
+    brings = "Certified accuracy against masks per axis for cutout and greedy, with 95% intervals."
+    costs = "Passes an image against masks per axis for cutout and greedy, on a logarithmic scale."
+    return [
+        draw("imagenette-masks", f"ImageNette: certified, n = {n}", brings, certified),
+        draw("imagenette-cost", "ImageNette: passes with early exit", costs, cost),
+    ]
+
+
+def _name_masks(axes: Axes, results: list[Result], words: str) -> None:
+    axes.set(xlabel="masks per axis", ylabel=words)
+    axes.set_xticks(sorted({r.masks for r in results}))

@@ -83,7 +83,6 @@ def attacked(path: Path, root: Path) -> Attacked:
     _refuse_contradiction(path, tally, results)
     experiment, run = path.relative_to(root).parts[:2]
     config = manifest["config"]
-    plan = f"{config['places']} places, {config['restarts']} starts, {config['steps']} steps"
     return Attacked(
         experiment=experiment,
         strategy=run.partition("-seed")[0],
@@ -94,10 +93,62 @@ def attacked(path: Path, root: Path) -> Attacked:
         broken=sum(record.broken for record in records),
         passes=sum(record.passes for record in records),
         queries=sum(record.queries for record in records),
-        plan=plan,
+        plan=_effort(config),
         seconds=results["cost"]["seconds"],
         device=manifest["device"],
     )
+
+
+@dataclass(frozen=True)
+class Onslaught:
+    """One defence in one campaign (scripts/campaign.py): certified images that were attacked, and those that fell."""
+
+    network: str
+    defense: str
+    seen: int
+    tried: int
+    broken: int
+    passes: int
+    seconds: float
+    plan: str
+    device: str
+
+
+DEFENSES = ("double masking", "mask removed", "literal rule")
+
+
+def read_campaigns(folder: Path) -> list[Onslaught]:
+    """Every campaign in the folder, counted from the images it lists."""
+    return [one for path in sorted((folder / "campaign").glob("*.json")) for one in _campaign(path)]
+
+
+def _campaign(path: Path) -> list[Onslaught]:
+    content = _json(path)
+    config = content["manifest"]["config"]
+    found = []
+    for name in [name for name in DEFENSES if name in content]:
+        tally = content[name]
+        tried, broken = len(set(tally["indices"])), len({b["index"] for b in tally["breaks"]})
+        if (tried, broken) != (tally["tried"], tally["broken"]):
+            raise SystemExit(f"{path}: the counts of `{name}` contradict the images listed")
+        found.append(
+            Onslaught(
+                network=path.stem,
+                defense=name,
+                seen=tally["seen"],
+                tried=tried,
+                broken=broken,
+                passes=tally["passes"],
+                seconds=tally["seconds"],
+                plan=_effort(config),
+                device=content["manifest"]["device"],
+            )
+        )
+    return found
+
+
+def _effort(config: dict[str, Any]) -> str:
+    return f"{config['places']} places, {config['restarts']} starts, {config['steps']} steps"
 
 
 def runs_of(command: str, folder: Path) -> list[Path]:

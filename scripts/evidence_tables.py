@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from evidence_records import Attacked, Result, pick
+from evidence_records import Attacked, Onslaught, Result, pick
 
 from patchproof.records import ATTACK_ACCURACIES, Rate
 from patchproof.report._tables import Column, Table
@@ -34,7 +34,8 @@ def setting_columns(patches: Sequence[str], masks: Sequence[int]) -> list[tuple[
 
 
 CONDITIONS = {
-    "imagenette": "Up to three runs shared the GPU at a time, so times are upper bounds.",
+    "imagenette": "Up to six runs shared the GPU at a time, so times are upper bounds and not to be compared.",
+    "imagenet": "Up to five other runs shared the GPU, so times are upper bounds.",
 }
 """What the records cannot know about how an experiment was run."""
 
@@ -81,7 +82,6 @@ def strategies_table(
             (
                 strategy,
                 cost.passes if cost else None,
-                cost.seconds / 60 if cost else None,
                 rate_text(base[0].rates["undefended"]) if base else None,
                 rate_text(base[0].rates["defended"]) if base else None,
                 *(cell(own, patch=patch, masks=masks) for patch, masks in settings),
@@ -90,7 +90,6 @@ def strategies_table(
     columns = (
         Column("strategy"),
         Column("extra passes"),
-        Column("minutes"),
         Column("undefended"),
         Column(f"defended ({main[1]}×{main[1]}, {main[0]})"),
         *(Column(f"{masks}×{masks} {patch}", group="certified") for patch, masks in settings),
@@ -160,6 +159,17 @@ def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
         f"{passes:,} attacked copies and {sum(r.queries for r in runs):,} answers in {seconds / 60:.0f} minutes."
     )
     return Table(key, title, columns, tuple(rows), (" ".join(words),))
+
+
+def campaign_table(found: Sequence[Onslaught]) -> Table:
+    """Certified images attacked and broken, by network and defence."""
+    rows = [(o.network, o.defense, o.seen, o.tried, o.broken, o.passes, o.seconds / 60) for o in found]
+    names = ("network", "defence", "images seen", "certified and attacked", "broken", "attacked copies", "minutes")
+    words = [f"Hardware: {', '.join(sorted({o.device for o in found}))}."]
+    words += [f"{plan} for each objective." for plan in sorted({o.plan for o in found})]
+    words.append("A broken defence is attacked until enough of its images fall.")
+    title = "Certified images under attack"
+    return Table("campaign", title, tuple(map(Column, names)), tuple(rows), (" ".join(words),))
 
 
 def demo_masks_table(results: list[Result]) -> Table:

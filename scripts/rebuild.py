@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evidence_imagenette import curve, headline_table, masks_table, paper_cell, paper_table, rivals_table, seeds_table
-from evidence_records import Attacked, Result, pick, read, read_attacks
+from evidence_imagenette import curves, headline_table, masks_table, paper_cell, paper_table, rivals_table, seeds_table
+from evidence_records import Attacked, Onslaught, Result, pick, read, read_attacks, read_campaigns
 from evidence_tables import (
     TITLES,
+    campaign_table,
     demo_masks_table,
     demo_table,
     grid_table,
@@ -36,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
 
 
-def build(results: list[Result], attacks: list[Attacked]) -> tuple[list[Table], list[Any]]:
-    tables: list[Table] = []
+def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslaught]) -> tuple[list[Table], list[Any]]:
+    tables: list[Table] = [campaign_table(campaigns)] if campaigns else []
     for name in sorted({run.experiment for run in attacks}):
         own = [run for run in attacks if run.experiment == name]
         tables.append(sandwich_table(f"{name}-attacked", f"{TITLES[name]}: between the two bounds", own))
@@ -54,7 +55,7 @@ def build(results: list[Result], attacks: list[Attacked]) -> tuple[list[Table], 
             paper_table(nette),
             masks_table(nette),
         ]
-        pictures += curve(nette)
+        pictures += curves(nette)
     cifar = pick(results, experiment="cifar10")
     if cifar:
         settings = setting_columns(("14px", "35px"), (3, 6))
@@ -126,7 +127,7 @@ def filled(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:
 def wanted_files(root: Path) -> dict[Path, bytes]:
     """Everything this script writes, and what it should hold."""
     results = read(root / "results")
-    tables, pictures = build(results, read_attacks(root / "results"))
+    tables, pictures = build(results, read_attacks(root / "results"), read_campaigns(root / "results"))
     texts = {table.key: markdown(table) for table in tables}
     files = {root / "results" / "tables" / f"{table.key}.md": texts[table.key].encode() for table in tables}
     files |= {root / "results" / "tables" / f"{table.key}.csv": csv_text(table).encode() for table in tables}
