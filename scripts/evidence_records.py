@@ -47,10 +47,17 @@ class Result:
     images: frozenset[int]
     proven: frozenset[int]
     """Which images were looked at, and which of them certified."""
+    failing: tuple[tuple[int, int], ...]
+    """The pair of masks under which each of the others fails by most, of those that were evaluated."""
 
     @property
     def certified(self) -> Rate:
         return self.rates["certified"]
+
+    @property
+    def failing_in_the_middle(self) -> float:
+        """The share of those pairs that hide the middle of the image; for an odd number of masks an axis."""
+        return sum(self.masks**2 // 2 in pair for pair in self.failing) / len(self.failing)
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,7 @@ def result(path: Path, root: Path) -> Result:
         training=training(train) if train.is_dir() else None,
         images=frozenset(record.index for record in records),
         proven=frozenset(record.index for record in records if record.certified),
+        failing=tuple(record.witness.masks for record in records if record.witness and not record.certified),
     )
 
 

@@ -56,7 +56,7 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
             f"{masks}×{masks} masks: {min(passes):.0f} to {max(passes):.0f} passes an image, "
             f"{min(seconds):.0f} to {max(seconds):.0f} s a certification."
         )
-    words += [CONDITIONS[name] for name in sorted({r.experiment for r in results}) if name in CONDITIONS]
+    words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
     parts = sorted({r.certified.n for r in results if r.certified.n < r.available})
     if parts and star:

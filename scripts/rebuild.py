@@ -76,7 +76,8 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
 def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
-    same of the weakest seed against the strongest, `imagenette/resnet-greedy/…` how far below the paper's ResNet."""
+    same of the weakest seed against the strongest, `imagenette/resnet-greedy/…` how far below the paper's ResNet, and
+    `imagenette/greedy-middle/3%/3` how many of seed 0's failing pairs of masks hide the middle."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -89,13 +90,19 @@ def values(results: list[Result]) -> dict[str, str]:
     for (e, s, p, m), mean in means.items():
         for (e2, s2, p2, m2), other in means.items():
             if (e2, p2, m2) == (e, p, m) and s2 != s:
-                found[f"{e}/{s}-{s2}/{p}/{m}"] = f"{mean - other:.1f}"
-                found[f"{e}/{s}-over-{s2}/{p}/{m}"] = f"{smallest_lead(results, (e, p, m), s, s2):.1f}"
+                found[f"{e}/{s}-{s2}/{p}/{m}"] = points(mean - other)
+                found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(smallest_lead(results, (e, p, m), s, s2))
+    for r in pick(results, masks=3, native=False, seed=0):
+        found[f"{r.experiment}/{r.strategy}-middle/{r.patch}/3"] = f"{100 * r.failing_in_the_middle:.0f}%"
     for (e, s, p, m), mean in means.items():
         theirs = paper_cell("resnet", s, m) if (e, p) == ("imagenette", "3%") else None
         if theirs is not None:
-            found[f"{e}/resnet-{s}/{p}/{m}"] = f"{theirs - mean:.1f}"
+            found[f"{e}/resnet-{s}/{p}/{m}"] = points(theirs - mean)
     return found
+
+
+def points(difference: float) -> str:
+    return f"{difference:.1f}".replace("-", "−")
 
 
 def smallest_lead(results: list[Result], where: tuple[str, str, int], one: str, other: str) -> float:

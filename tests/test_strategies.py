@@ -182,6 +182,21 @@ def test_the_paper_sizes_at_224_and_28():
     assert [m.rects[0].height for m in training_masks((28, 28))] == [12, 8]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_gutout_hides_the_most_salient_place_and_then_again(number):
+    classifier, masks = Counting().eval(), training_masks((28, 28))[number]
+    images, labels = torch.rand(6, 3, 28, 28), torch.arange(6) % 4
+    (keep,) = build(("gutout3x3", "gutout6x6")[number], (28, 28))(classifier, images, labels)
+    for image, label, kept in zip(images, labels, keep, strict=True):
+        visible = torch.ones(28, 28, dtype=torch.bool)
+        for _ in range(2):
+            seen = torch.where(visible, image, 0.5)
+            salience = grad_cam(classifier, seen[None], label[None])[0]
+            parts = [(slice(r.top, r.top + r.height), slice(r.left, r.left + r.width)) for r in masks.rects]
+            visible[max(parts, key=lambda part: float(salience[part].sum()))] = False
+        assert torch.equal(kept[0], visible)
+
+
 @pytest.mark.parametrize("name", ["greedy", "gutout3x3", "cutout"])
 def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
     classifier = load_classifier("small", "random", num_classes=4)
