@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from patchproof.cli import run
 from patchproof.cli._setup import stored_engine
-from patchproof.cli.train import TrainingLog
+from patchproof.cli._training_log import TrainingLog
 from patchproof.config import CertifyConfig, TrainConfig, read_config_file
 from patchproof.data import MAX_PIXELS, decode
 from patchproof.models import load_checkpoint, load_classifier, save_checkpoint

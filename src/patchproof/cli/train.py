@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,19 +22,19 @@ from patchproof.cli._setup import (
     choose_device,
     choose_preprocessing,
     choose_workers,
-    open_classifier,
-    open_source,
 )
 from patchproof.cli._show import percent, results_table, training_progress
 from patchproof.cli._terminal import Console
+from patchproof.cli._training_log import TrainingLog
+from patchproof.cli._training_start import open_sources, open_start, with_classes_of
 from patchproof.cli._validate import Validation
 from patchproof.cli.certify import Run
 from patchproof.config import CertifyConfig, TrainConfig, parse_batch_size, parse_patches
-from patchproof.data import FolderSource, ImageSource, open_dataset, spread_indices
+from patchproof.data import FolderSource, ImageSource, spread_indices
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.models import ImageClassifier, match_labels, replace_head, save_checkpoint
+from patchproof.models import ImageClassifier, match_labels, save_checkpoint
 from patchproof.recipes import find_recipe
-from patchproof.records import RunFolder, write_atomically
+from patchproof.records import RunFolder
 from patchproof.training import Plan, paper_learning_rate, require_strategy
 from patchproof.types import CheckError, InputError, Size
 
@@ -203,41 +202,6 @@ def _score(epoch: dict[str, Any]) -> tuple[int, int]:
     return epoch["certified"]["k"], epoch["undefended"]["k"]
 
 
-class TrainingLog:
-    """log.jsonl: a line a step and a line an epoch, each on its own, so that curves can be drawn while it grows."""
-
-    def __init__(self, path: Path, *, writes: bool) -> None:
-        self.path, self.writes = path, writes
-
-    def step(self, report: StepReport) -> None:
-        self._add({"kind": "step", **asdict(report)})
-
-    def epoch(self, values: dict[str, Any]) -> None:
-        self._add({"kind": "epoch", **values})
-
-    def _add(self, values: dict[str, Any]) -> None:
-        if self.writes:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
-
-    def cut_after(self, step: int) -> int:
-        """Forget the steps after the checkpoint: they will be done again. How many of those before it are missing."""
-        if not self.writes:
-            return 0
-        lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.exists() else []
-        kept = {line: found for line in lines if (found := _step_of(line)) is not None and 0 < found <= step}
-        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
-        return step - len(set(kept.values()))
-
-
-def _step_of(line: str) -> int | None:
-    """The step a line is about; None for a line cut short."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return None
-
-
 def start_accelerator(config: TrainConfig) -> Accelerator:
     from accelerate import Accelerator
 
@@ -267,48 +231,6 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
             f"--precision {config.precision} or --track {config.track} cannot be had here: {error}"
         ) from error
     return accelerator
-
-
-def open_sources(config: TrainConfig) -> tuple[ImageSource, ImageSource]:
-    """The images to learn from and, never the same, those to validate on."""
-    require_splits(config)
-    split = config.split or (None if config.validation else "train")
-    source = open_dataset(config.dataset, data_dir=config.data_dir, split=split, download=config.download)
-    held_out = open_dataset(config.validation) if config.validation else open_source(replace(config, split=None))
-    if same_images(source, held_out):
-        raise InputError("the validation images are the training images; name others with --validation FOLDER")
-    unknown = sorted(set(held_out.class_names) - set(source.class_names))
-    if unknown:
-        raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
-    return source, held_out
-
-
-def same_images(one: ImageSource, other: ImageSource) -> bool:
-    """The same folder, or for data sets in memory the same split."""
-    roots = [getattr(source, "root", None) for source in (one, other)]
-    if None in roots:
-        return (one.name, one.split) == (other.name, other.split)
-    return Path(str(roots[0])).resolve() == Path(str(roots[1])).resolve()
-
-
-def require_splits(config: TrainConfig) -> None:
-    folder = Path(config.dataset)
-    if config.split or config.validation or not folder.is_dir() or (folder / "train").is_dir():
-        return
-    raise InputError(
-        f"{folder} has no folder `train`; if it holds the classes itself, name others with --validation FOLDER"
-    )
-
-
-def open_start(config: TrainConfig, source: ImageSource) -> ImageClassifier:
-    return open_classifier(config, num_classes=len(source.class_names), class_names=source.class_names)
-
-
-def with_classes_of(source: ImageSource, classifier: ImageClassifier, *, seed: int) -> ImageClassifier:
-    """The classifier itself if it answers exactly the data set's classes, in any order; else with a new last layer."""
-    if sorted(classifier.class_names or ()) == sorted(source.class_names):
-        return classifier
-    return replace_head(classifier, len(source.class_names), source.class_names, seed=seed)
 
 
 def make_plan(config: TrainConfig, architecture: str) -> Plan:

@@ -1,24 +1,14 @@
-"""What each command can be told: one frozen dataclass a command, filled from defaults, then a YAML file, then flags."""
+"""What each command can be told: one frozen dataclass a command."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
 from cyclopts import Parameter
 
-from patchproof.geometry import square_side
-from patchproof.types import InputError, Precision, Size
-
-CONFIG_BYTES = 100_000
-
-# PyYAML's constructors raise whatever a value such as `!!int x` or a month 13 trips over.
-_YAML_FAILURES = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+from patchproof.types import Precision
 
 Switch = Annotated[bool, Parameter(negative=())]
 
@@ -270,104 +260,3 @@ class ExploreConfig:
     """Open the page in the browser."""
     config: Path | None = None
     """A YAML file with any of these settings; flags win over it."""
-
-
-def read_config_file(path: Path, kind: type[Any]) -> dict[str, Any]:
-    """The settings in a YAML file; an unknown key is an error that names the nearest one."""
-    content = _read_yaml(path)
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise InputError(f"{path} must hold settings as `name: value` lines, not a {type(content).__name__}")
-    values = {_known_key(str(key), kind, path): value for key, value in content.items() if value is not None}
-    whole = {f.name for f in fields(kind) if str(f.type).startswith("int")}
-    for name, value in values.items():
-        if not isinstance(value, str | int | float):
-            raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
-        if name in whole and (isinstance(value, bool) or not isinstance(value, int)):
-            raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")
-    return values
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Makes no objects, and follows no aliases: a few lines of them can stand for billions of values."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"aliases (*{alias.anchor}) are not allowed in settings")
-        return super().compose_node(parent, index)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            text = file.read(CONFIG_BYTES + 1)
-        if len(text) > CONFIG_BYTES:
-            raise InputError(f"{path} has more than the {CONFIG_BYTES:,} bytes that settings may have")
-        return yaml.load(text.decode("utf-8"), Loader=_PlainLoader)
-    except OSError as error:
-        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except InputError:
-        raise
-    except _YAML_FAILURES as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
-
-
-def _known_key(key: str, kind: type[Any], path: Path) -> str:
-    names = [f.name for f in fields(kind) if f.name != "config"]
-    name = key.replace("-", "_")
-    if name in names:
-        return name
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(names)}"
-    raise InputError(f"{path}: unknown setting `{key}`; {hint}")
-
-
-def resolved(config: Any) -> dict[str, Any]:
-    """The settings as they are saved: plain values, without those that only say where to write."""
-    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
-    return {k: v for k, v in values.items() if k not in {"config", "resume"}}
-
-
-def parse_size(text: str, *, what: str) -> Size:
-    """`224` or `224x320` (height x width)."""
-    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
-    if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
-        raise InputError(f"{what} must look like 224 or 224x320 (height x width), not `{text}`")
-    return size
-
-
-def parse_patches(text: str, image_size: Size, *, flag: str = "--patch") -> tuple[Size, ...]:
-    """`3%`, `39px`, `20x60px`, or several of them with commas, in pixels of an image of this size."""
-    return tuple(_parse_patch(part, image_size, flag) for part in text.split(","))
-
-
-def _parse_patch(text: str, image_size: Size, flag: str) -> Size:
-    percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
-    if percent:
-        side = square_side(float(percent[1]), image_size)
-        return side, side
-    pixels = re.fullmatch(r"([1-9]\d{0,5})(?:[x×]([1-9]\d{0,5}))?px", text.strip())
-    if not pixels:
-        raise InputError(f"{flag} must look like 3%, 39px or 20x60px, not `{text}`")
-    return int(pixels[1]), int(pixels[2] or pixels[1])
-
-
-def parse_batch_size(text: str) -> int | None:
-    """A positive number, or None for `auto`."""
-    if text == "auto":
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,6}", text):
-        raise InputError(f"--batch-size must be a positive number or `auto`, not `{text}`")
-    return int(text)
-
-
-def find_flag(tokens: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that has to be known before the others are read."""
-    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
-        if token == flag:
-            return following
-        if token.startswith(f"{flag}="):
-            return token.removeprefix(f"{flag}=")
-    return None
