@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ class Training:
     device: str
     forwards: int
     backwards: int
+    last_loss: float
+    """Mean over the steps of the last epoch."""
 
     @property
     def passes(self) -> int:
@@ -47,17 +50,13 @@ class Result:
     images: frozenset[int]
     proven: frozenset[int]
     """Which images were looked at, and which of them certified."""
-    failing: tuple[tuple[int, int], ...]
-    """The pair of masks under which each of the others fails by most, of those that were evaluated."""
+    failing_in_the_middle: float | None
+    """Of the images that are not certified: how often the pair of masks they fail under by most, among those evaluated,
+    hides the middle. None if all are certified."""
 
     @property
     def certified(self) -> Rate:
         return self.rates["certified"]
-
-    @property
-    def failing_in_the_middle(self) -> float:
-        """The share of those pairs that hide the middle of the image; for an odd number of masks an axis."""
-        return sum(self.masks**2 // 2 in pair for pair in self.failing) / len(self.failing)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Attacked:
     passes: int
     queries: int
     plan: str
+    seed: int
     seconds: float
     device: str
 
@@ -101,6 +101,7 @@ def attacked(path: Path, root: Path) -> Attacked:
         passes=sum(record.passes for record in records),
         queries=sum(record.queries for record in records),
         plan=_effort(config),
+        seed=config["seed"],
         seconds=results["cost"]["seconds"],
         device=manifest["device"],
     )
@@ -112,12 +113,14 @@ class Onslaught:
 
     network: str
     defense: str
+    setting: str
     seen: int
     tried: int
     broken: int
     passes: int
     seconds: float
     plan: str
+    seed: int
     device: str
 
 
@@ -142,12 +145,14 @@ def _campaign(path: Path) -> list[Onslaught]:
             Onslaught(
                 network=path.stem,
                 defense=name,
+                setting=f"{config['patch']}, {config['masks']}×{config['masks']} masks",
                 seen=tally["seen"],
                 tried=tried,
                 broken=broken,
                 passes=tally["passes"],
                 seconds=tally["seconds"],
                 plan=_effort(config),
+                seed=config["seed"],
                 device=content["manifest"]["device"],
             )
         )
@@ -202,8 +207,19 @@ def result(path: Path, root: Path) -> Result:
         training=training(train) if train.is_dir() else None,
         images=frozenset(record.index for record in records),
         proven=frozenset(record.index for record in records if record.certified),
-        failing=tuple(record.witness.masks for record in records if record.witness and not record.certified),
+        failing_in_the_middle=_in_the_middle(records, manifest["masks"]),
     )
+
+
+def _in_the_middle(records: list[Record], masks: dict[str, Any]) -> float | None:
+    height, width = masks["image_size"]
+    middle = {
+        number
+        for number, (top, left, tall, wide) in enumerate(masks["rects"])
+        if top <= height // 2 < top + tall and left <= width // 2 < left + wide
+    }
+    failing = [record.witness.masks for record in records if record.witness and not record.certified]
+    return statistics.mean(bool(middle & set(pair)) for pair in failing) if failing else None
 
 
 def training(path: Path) -> Training:
@@ -214,7 +230,14 @@ def training(path: Path) -> Training:
         manifest["device"],
         manifest["search"]["forwards"],
         manifest["search"]["backwards"],
+        _last_loss(path),
     )
+
+
+def _last_loss(path: Path) -> float:
+    lines = lzma.decompress((path / "log.jsonl.xz").read_bytes()).decode().splitlines()
+    steps = [found for found in map(json.loads, lines) if found["kind"] == "step"]
+    return statistics.mean(found["loss"] for found in steps if found["epoch"] == steps[-1]["epoch"])
 
 
 def _json(path: Path) -> dict[str, Any]:

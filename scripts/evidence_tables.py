@@ -33,10 +33,8 @@ def setting_columns(patches: Sequence[str], masks: Sequence[int]) -> list[tuple[
     return [(patch, count) for count in masks for patch in patches]
 
 
-CONDITIONS = {
-    "imagenette": "Up to six runs shared the GPU at a time, so times are upper bounds and not to be compared.",
-    "imagenet": "Up to five other runs shared the GPU, so times are upper bounds.",
-}
+SHARED = "Up to six runs shared the GPU at a time, so times are upper bounds and not to be compared."
+CONDITIONS = {"imagenette": SHARED, "imagenet": SHARED}
 """What the records cannot know about how an experiment was run."""
 
 
@@ -51,11 +49,8 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
         words.append(f"Training took {min(trained) / 60:.1f} to {max(trained) / 60:.1f} minutes a run.")
     for masks in sorted({r.masks for r in results}):
         some = [r for r in results if r.masks == masks]
-        passes, seconds = [r.passes for r in some], [r.seconds for r in some]
-        words.append(
-            f"{masks}×{masks} masks: {min(passes):.0f} to {max(passes):.0f} passes an image, "
-            f"{min(seconds):.0f} to {max(seconds):.0f} s a certification."
-        )
+        passes, seconds = _between([r.passes for r in some]), _between([r.seconds for r in some])
+        words.append(f"{masks}×{masks} masks: {passes} passes an image, {seconds} s a certification.")
     words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
     parts = sorted({r.certified.n for r in results if r.certified.n < r.available})
@@ -63,6 +58,11 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
         listed = ", ".join(f"{n:,}" for n in parts)
         words.append(f"* an evenly spread part of the images: {listed} of {results[0].available:,}.")
     return (" ".join(words),)
+
+
+def _between(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def strategies_table(
@@ -98,12 +98,14 @@ def strategies_table(
 
 
 def spread(results: Sequence[Result]) -> str | None:
-    """`82.4 (81.7–83.2)`, with a star for a part of the images."""
+    """`82.4 (81.7–83.2)` for several seeds, `82.1 ±1.2` for one, with a star for a part of the images."""
     if not results:
         return None
+    star = "*" if any(r.certified.n < r.available for r in results) else ""
+    if len(results) == 1:
+        return rate_text(results[0].certified) + star
     rates = [100 * r.certified.rate for r in results]
-    between = f" ({min(rates):.1f}–{max(rates):.1f})" if len(rates) > 1 else ""
-    return f"{statistics.mean(rates):.1f}{between}{'*' if any(r.certified.n < r.available for r in results) else ''}"
+    return f"{statistics.mean(rates):.1f} ({min(rates):.1f}–{max(rates):.1f}){star}"
 
 
 def grid_table(key: str, title: str, results: list[Result]) -> Table:
@@ -152,22 +154,30 @@ def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
         rows.append((run.strategy, f"{run.masks}×{run.masks}", run.rates["certified"].n, *shares, run.broken))
     names = ("strategy", "masks", "images", "undefended", "… attacked", "defended", "… attacked", "certified")
     columns = (*map(Column, names), Column("certified and broken"))
+    words = _effort_notes(runs)
+    passes, images = sum(r.passes for r in runs), sum(r.rates["certified"].n for r in runs)
+    answers, minutes = sum(r.queries for r in runs), sum(r.seconds for r in runs) / 60
+    words.append(f"{passes / images:,.0f} passes and {answers / images:,.0f} answers an image, {minutes:.0f} minutes.")
+    return Table(key, title, columns, tuple(rows), (" ".join(words),))
+
+
+def _effort_notes(runs: Sequence[Attacked] | Sequence[Onslaught]) -> list[str]:
     words = [f"Hardware: {', '.join(sorted({r.device for r in runs}))}."]
     words += [f"{plan} for each objective." for plan in sorted({r.plan for r in runs})]
-    passes, seconds = sum(r.passes for r in runs), sum(r.seconds for r in runs)
-    words.append(
-        f"{passes:,} attacked copies and {sum(r.queries for r in runs):,} answers in {seconds / 60:.0f} minutes."
-    )
-    return Table(key, title, columns, tuple(rows), (" ".join(words),))
+    return [*words, f"Seed {', '.join(sorted({str(r.seed) for r in runs}))}."]
 
 
 def campaign_table(found: Sequence[Onslaught]) -> Table:
     """Certified images attacked and broken, by network and defence."""
-    rows = [(o.network, o.defense, o.seen, o.tried, o.broken, o.passes, o.seconds / 60) for o in found]
-    names = ("network", "defence", "images seen", "certified and attacked", "broken", "attacked copies", "minutes")
-    words = [f"Hardware: {', '.join(sorted({o.device for o in found}))}."]
-    words += [f"{plan} for each objective." for plan in sorted({o.plan for o in found})]
-    words.append("A broken defence is attacked until enough of its images fall.")
+    rows = [
+        (o.network, o.setting, o.defense, o.seen, o.tried, o.broken, f"{o.passes / o.tried:,.0f}", o.seconds / 60)
+        for o in found
+    ]
+    names = ("network", "patch", "defence", "images", "certified and attacked", "broken", "passes an image", "minutes")
+    words = [
+        *_effort_notes(found),
+        "A broken defence is attacked until five of its images fall, or for a quarter of the time.",
+    ]
     title = "Certified images under attack"
     return Table("campaign", title, tuple(map(Column, names)), tuple(rows), (" ".join(words),))
 
@@ -177,7 +187,7 @@ def demo_masks_table(results: list[Result]) -> Table:
     masks = sorted({r.masks for r in results})
     rows = [(s, *(cell(results, strategy=s, masks=m, star="") for m in masks)) for s in ("cutout", "greedy")]
     columns = (Column("strategy"), *(Column(f"{m}×{m}", group="certified") for m in masks))
-    words = f"n = {results[0].certified.n} of {results[0].available:,} test images, {results[0].device}, seed 0."
+    words = f"n = {results[0].certified.n} of {results[0].available:,} test images. {notes(results, star=False)[0]}"
     return Table("demo-masks", "The networks of make demo, any 5×5 patch", columns, tuple(rows), (words,))
 
 
@@ -191,6 +201,5 @@ def demo_table(results: list[Result]) -> Table:
         shares = [f"{100 * r.rates[name].rate:.1f}%" for name in ("undefended", "defended", "certified")]
         rows.append((r.strategy, f"{r.masks}×{r.masks} masks", *shares, f"{100 * low:.1f}–{100 * high:.1f}%"))
     names = ("fine-tuned on", "certified with", "undefended", "defended", "certified", "95% interval")
-    passes = ", ".join(f"{r.passes:.0f}" for r in shown)
-    words = f"n = {results[0].certified.n}, seed 0, {results[0].device}; passes an image: {passes}."
+    words = f"n = {results[0].certified.n}. {notes(shown, star=False)[0]}"
     return Table("demo", "make demo: Fashion-MNIST, any 5×5 patch", tuple(map(Column, names)), tuple(rows), (words,))

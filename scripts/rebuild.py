@@ -17,7 +17,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evidence_imagenette import curves, headline_table, masks_table, paper_cell, paper_table, rivals_table, seeds_table
+from evidence_imagenette import (
+    curves,
+    headline_table,
+    masks_table,
+    paired,
+    paper_cell,
+    paper_table,
+    rivals_table,
+    seeds_table,
+)
 from evidence_records import Attacked, Onslaught, Result, pick, read, read_attacks, read_campaigns
 from evidence_tables import (
     TITLES,
@@ -76,8 +85,8 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
 def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
-    same of the weakest seed against the strongest, `imagenette/resnet-greedy/…` how far below the paper's ResNet, and
-    `imagenette/greedy-middle/3%/3` how many of seed 0's failing pairs of masks hide the middle."""
+    same of the weakest seed against the strongest, and `imagenette/resnet-greedy/…` how far below the paper's ResNet.
+    See `first_seed_values` for the others."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -92,12 +101,31 @@ def values(results: list[Result]) -> dict[str, str]:
             if (e2, p2, m2) == (e, p, m) and s2 != s:
                 found[f"{e}/{s}-{s2}/{p}/{m}"] = points(mean - other)
                 found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(smallest_lead(results, (e, p, m), s, s2))
-    for r in pick(results, masks=3, native=False, seed=0):
-        found[f"{r.experiment}/{r.strategy}-middle/{r.patch}/3"] = f"{100 * r.failing_in_the_middle:.0f}%"
     for (e, s, p, m), mean in means.items():
         theirs = paper_cell("resnet", s, m) if (e, p) == ("imagenette", "3%") else None
         if theirs is not None:
             found[f"{e}/resnet-{s}/{p}/{m}"] = points(theirs - mean)
+    return found | first_seed_values(results)
+
+
+def first_seed_values(results: list[Result]) -> dict[str, str]:
+    """Of seed 0: `imagenette/gutout~none/3%/6` is a difference on the images that both looked at,
+    `imagenette/greedy/3%/6~3` one between mask sets, `…/greedy/3%/6:3` how many times the passes it takes,
+    `…/greedy-middle/3%/3` how often the worst pair hides the middle, `…/greedy-loss` the loss of the last epoch."""
+    found = {}
+    first = pick(results, native=False, seed=0)
+    for one in first:
+        name = f"{one.experiment}/{one.strategy}"
+        if one.failing_in_the_middle is not None:
+            found[f"{name}-middle/{one.patch}/{one.masks}"] = f"{100 * one.failing_in_the_middle:.0f}%"
+        if one.training:
+            found[f"{name}-loss"] = f"{one.training.last_loss:.3f}"
+        for other in pick(first, experiment=one.experiment, patch=one.patch):
+            if other.masks == one.masks:
+                found[f"{name}~{other.strategy}/{one.patch}/{one.masks}"] = points(paired(one, other)[3])
+            elif other.strategy == one.strategy:
+                found[f"{name}/{one.patch}/{one.masks}~{other.masks}"] = points(paired(one, other)[3])
+                found[f"{name}/{one.patch}/{one.masks}:{other.masks}"] = f"{one.passes / other.passes:.0f}"
     return found
 
 

@@ -257,7 +257,7 @@ class Curved:
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.booleans())
 @settings(max_examples=40)
-def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk, whole_chunks):
+def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk, whole_parts):
     generator = torch.Generator().manual_seed(seed)
     threat = pp.PatchThreat((6, 7), ((2, 3),))
     masks = pp.covering_masks(threat, per_axis=2)
@@ -276,33 +276,58 @@ def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk, whole_chunks):
     logits = classifier(copies).unflatten(0, (3, 4)).masked_fill(~aim.used[..., None], 0)
     expected = loss(logits, labels, aim)
     (slope,) = torch.autograd.grad(expected.sum(), images)
-    lens = Lens(classifier, views, pp.Engine(chunk=chunk), whole_chunks=whole_chunks)
+    lens = Lens(classifier, views, pp.Engine(chunk=chunk), whole_parts=whole_parts)
     value, gradient = lens.gradient(images.detach(), labels, aim, loss)
-    seen = aim.used.any(dim=1)
-    assert torch.allclose(value[seen], expected[seen].detach(), atol=1e-5)
+    expected = expected.detach().masked_fill(~aim.used.any(dim=1), -torch.inf)
+    assert torch.allclose(value, expected, atol=1e-5)
     assert torch.allclose(gradient, slope, atol=1e-5)
 
 
-@pytest.mark.parametrize(("chunk", "whole_chunks", "sizes"), [
-    (40, False, [9, 9]),  # three candidates of three copies fill a pass of ten, each copy passed once
-    (40, True, [10, 10]),
-    (8, False, [2, 1] * 2 * 6),  # a candidate larger than a pass: its logits first, then its gradient
-])  # fmt: skip
-def test_copies_that_fill_a_pass_are_passed_once(generator, chunk, whole_chunks, sizes):
-    seen = []
+class Counted(Curved):
+    """Notes how many images it is shown at a time; more than it has memory for are too many."""
 
-    class Counted(Curved):
-        def __call__(self, images):
-            seen.append(len(images))
-            return super().__call__(images)
+    def __init__(self, *arguments, room=10**9):
+        super().__init__(*arguments)
+        self.sizes, self.room = [], room
 
+    def __call__(self, images):
+        if len(images) > self.room:
+            raise torch.OutOfMemoryError("too many")
+        self.sizes.append(len(images))
+        return super().__call__(images)
+
+
+def three_copies_of_six(generator, *, chunk, **options):
+    """The gradient of six candidates with three copies each, and the passes it took."""
     masks = pp.covering_masks(pp.PatchThreat((6, 7), ((2, 3),)), per_axis=2)
     views = Views.of(masks, (6, 7), torch.device("cpu"))
-    lens = Lens(Counted((6, 7), 3, generator), views, pp.Engine(chunk=chunk), whole_chunks=whole_chunks)
-    view = torch.randint(len(views.first), (6, 3), generator=generator)
+    classifier = Counted((6, 7), 3, generator, room=options.pop("room", 10**9))
+    images, view = torch.rand(6, 2, 6, 7, generator=generator), torch.randint(4, (6, 3), generator=generator)
     aim = Aim(view, torch.ones(6, 3, dtype=torch.bool), torch.zeros(6, dtype=torch.int64))
-    lens.gradient(torch.rand(6, 2, 6, 7), aim.wrong, aim, lambda logits, labels, _aim: -lead(logits, labels).sum(dim=1))
-    assert seen == sizes
+    lens = Lens(classifier, views, pp.Engine(chunk=chunk), **options)
+    _, gradient = lens.gradient(images, aim.wrong, aim, lambda logits, labels, _aim: -lead(logits, labels).sum(dim=1))
+    return gradient, classifier.sizes
+
+
+@pytest.mark.parametrize(("chunk", "whole_parts", "sizes"), [
+    (36, False, [9, 9]),  # three candidates of three copies fill a pass of nine; each copy is passed once
+    (35, False, [6, 6, 6]),  # … and not one of eight
+    (48, True, [12, 6]),  # of twelve, which is filled up to a half or a quarter
+    (47, True, [11, 11]),
+    (8, False, [2, 1] * 2 * 6),  # a candidate larger than a pass: its logits first, then its gradient
+])  # fmt: skip
+def test_copies_that_fill_a_pass_are_passed_once(generator, chunk, whole_parts, sizes):
+    assert three_copies_of_six(generator, chunk=chunk, whole_parts=whole_parts)[1] == sizes
+
+
+def test_an_attack_goes_on_in_smaller_chunks_when_memory_runs_out(generator):
+    state = generator.get_state()
+    expected, _ = three_copies_of_six(generator, chunk=72)
+    found, sizes = three_copies_of_six(generator.set_state(state), chunk=72, room=5)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert max(sizes) <= 5
+    with pytest.raises(torch.OutOfMemoryError):
+        three_copies_of_six(generator, chunk=72, room=0)
 
 
 def test_views_are_the_unions_of_masks_and_the_whole_image(generator):

@@ -18,7 +18,7 @@ from scipy.stats import binom
 from patchproof.cli import run as command
 from patchproof.records import Rate, Record
 from patchproof.report import Options, Report, build_report
-from patchproof.report._figures import COLOURS, INK, series_style
+from patchproof.report._figures import COLOURS, INK, draw, error_line, series_style
 from patchproof.report._measures import histogram
 from patchproof.report._runs import load_runs, short_names
 from patchproof.report._tables import Column, Table, csv_text, latex, markdown
@@ -254,6 +254,15 @@ def test_figures_have_axes_units_n_and_text_that_is_text(folder):
         assert "95%" in picture.alt or "istogram" in picture.alt
         assert INK not in picture.inline
         assert picture.png.startswith(b"\x89PNG")
+
+
+def test_axes_hold_lines_that_were_moved_aside():
+    rates = [Rate(7, 10), Rate(9, 10)]
+    picture = draw("k", "t", "a", lambda axes: error_line(axes, [2.0, 6.0], rates, label="x", number=0, of=2))
+    (axes,) = picture.figure.axes
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    assert left <= 2 < 6 <= right
+    assert low <= 100 * rates[0].interval[0] < 100 * rates[1].interval[1] <= high < 120
 
 
 def test_bars_of_the_two_groups_differ_without_colour(folder):

@@ -54,9 +54,10 @@ def test_the_headline_is_what_a_plain_count_gives(rebuild):
     for run in {path.parent.name.partition("-seed")[0] for path in RESULTS.glob("imagenette/*/train")}:
         folders = sorted(RESULTS.glob(f"imagenette/{run}-seed*/certify-3percent-3x3"))
         undefended = statistics.mean(share(folder, "undefended") for folder in folders)
+        defended = statistics.mean(share(folder, "defended") for folder in folders)
         certified = statistics.mean(share(folder, "certified") for folder in folders)
         assert f"| {len(folders)} |" in rows[run]
-        assert f"| {undefended:.1f} | {certified:.1f}" in rows[run]
+        assert f"| {undefended:.1f} | {defended:.1f} | {certified:.1f}" in rows[run]
         fine = [share(folder, "certified") for folder in RESULTS.glob(f"imagenette/{run}-seed*/certify-3percent-6x6")]
         assert rows[run].rstrip(" |").split("|")[-1].strip().startswith(f"{statistics.mean(fine):.1f}" if fine else "–")
 
@@ -64,12 +65,61 @@ def test_the_headline_is_what_a_plain_count_gives(rebuild):
 def test_every_curve_shows_all_its_points(rebuild):
     _, pictures = rebuild.build(rebuild.read(RESULTS), [], [])
     assert {picture.key for picture in pictures} == {path.stem for path in (RESULTS / "figures").iterdir()}
+    counts = {"imagenette-masks": lambda folder: share(folder, "certified"), "imagenette-cost": passes_an_image}
     for picture in pictures:
         (axes,) = picture.figure.axes
-        points = [point for line in axes.lines for point in line.get_xydata()]
-        assert len(points) >= 8
-        for values, (low, high) in zip(zip(*points, strict=True), (axes.get_xlim(), axes.get_ylim()), strict=True):
-            assert low <= min(values) <= max(values) <= high
+        lines, names = axes.get_legend_handles_labels()
+        for line, strategy in zip(lines, names, strict=True):
+            drawn = getattr(line, "lines", [line])[0].get_xydata()
+            for masks, value in drawn:
+                folder = RESULTS / f"imagenette/{strategy}-seed0/certify-3percent-{masks:.0f}x{masks:.0f}"
+                assert value == pytest.approx(counts[picture.key](folder))
+                for place, (low, high) in ((masks, axes.get_xlim()), (value, axes.get_ylim())):
+                    assert low <= place <= high
+            assert len(drawn) == len(list(RESULTS.glob(f"imagenette/{strategy}-seed0/certify-3percent-*")))
+
+
+def passes_an_image(folder: Path) -> float:
+    return statistics.mean(record["forwards"] for record in records(folder))
+
+
+CAMPAIGN = {
+    "manifest": {
+        "config": {"patch": "3%", "masks": 3, "places": 4, "restarts": 2, "steps": 40, "seed": 0},
+        "device": "a machine",
+    },
+    "double masking": {
+        "seen": 4, "tried": 2, "broken": 0, "passes": 90, "queries": 8, "seconds": 60.0, "indices": [7, 1],
+        "breaks": [],
+    },
+    "literal rule": {
+        "seen": 1, "tried": 1, "broken": 1, "passes": 9, "queries": 2, "seconds": 3.0, "indices": [7],
+        "breaks": [{"index": 7}],
+    },
+}  # fmt: skip
+
+
+def test_a_campaign_is_counted_from_the_images_it_lists(rebuild, tmp_path):
+    path = tmp_path / "campaign" / "greedy-seed0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CAMPAIGN))
+    tables, _ = rebuild.build([], [], rebuild.read_campaigns(tmp_path))
+    assert tables[0].rows == (
+        ("greedy-seed0", "3%, 3×3 masks", "double masking", 4, 2, 0, "45", 1.0),
+        ("greedy-seed0", "3%, 3×3 masks", "literal rule", 1, 1, 1, "9", 0.05),
+    )
+    for wrong in ({"tried": 3}, {"broken": 1}, {"indices": [7, 7]}):
+        path.write_text(json.dumps(CAMPAIGN | {"double masking": CAMPAIGN["double masking"] | wrong}))
+        with pytest.raises(SystemExit, match="contradict the images listed"):
+            rebuild.read_campaigns(tmp_path)
+
+
+def test_every_table_says_hardware_time_passes_and_seeds():
+    for path in (RESULTS / "tables").glob("*.md"):
+        text = path.read_text("utf-8")
+        for word in ("Hardware: ", "passes", "Seed"):
+            assert word in text, (path.name, word)
+        assert re.search(r"\bminutes\b|\d s\b", text), path.name
 
 
 def test_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
@@ -99,10 +149,23 @@ def test_an_unknown_table_or_number_is_refused(rebuild):
         rebuild.filled("<!-- = nope -->1<!-- . -->", {}, {"yes": "1"})
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md"])
-def test_no_measured_percentage_is_typed_by_hand(name):
-    typed = re.findall(r"\d+\.\d+ ?%", without_blocks((ROOT / name).read_text("utf-8")))
-    assert typed == []
+NUMBER = r"(?:\d+(?:[.,]\d+)*|one|two|three|four|five|ten|fifteen|twenty)"
+TYPED = re.compile(rf"{NUMBER}\s?(?:%|points?\b|times\b)")
+SETTINGS = {"1%", "2%", "3%", "95%"}
+"""Patches and intervals: asked for, not measured."""
+
+
+@pytest.mark.parametrize("name", ["docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md"])
+def test_no_measured_number_is_typed_by_hand(name):
+    typed = TYPED.findall(without_blocks((ROOT / name).read_text("utf-8")))
+    assert set(typed) <= SETTINGS
+
+
+def test_no_measured_number_is_typed_by_hand_into_the_readme():
+    text = without_blocks((ROOT / "README.md").read_text("utf-8"))
+    measured = text[text.index("## Three commands") : text.index("## Certify your own classifier")]
+    assert set(TYPED.findall(measured)) <= SETTINGS
+    assert re.findall(r"\d+\.\d+ ?%", text) == []
 
 
 def test_nothing_in_results_names_the_machine_it_was_made_on():

@@ -183,9 +183,9 @@ def test_the_paper_sizes_at_224_and_28():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_gutout_hides_the_most_salient_place_and_then_again(number):
+def test_gutout_hides_the_most_salient_place_and_then_again(number, generator):
     classifier, masks = Counting().eval(), training_masks((28, 28))[number]
-    images, labels = torch.rand(6, 3, 28, 28), torch.arange(6) % 4
+    images, labels = torch.rand(6, 3, 28, 28, generator=generator), torch.arange(6) % 4
     (keep,) = build(("gutout3x3", "gutout6x6")[number], (28, 28))(classifier, images, labels)
     for image, label, kept in zip(images, labels, keep, strict=True):
         visible = torch.ones(28, 28, dtype=torch.bool)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude, padded
+from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude, out_of_memory, padded
 from patchproof.types import Classifier, InputError, Size
+
+Result = TypeVar("Result")
 
 GRADIENT_SHARE = 4
 """A pass that keeps its activations for the gradient holds so many times fewer copies than one that does not."""
@@ -80,36 +83,69 @@ Loss = Callable[[Tensor, Tensor, Aim], Tensor]
 candidate's loss depends on its own copies alone."""
 
 
-@dataclass(frozen=True)
+PARTS = (4, 2, 1)
+"""On a GPU, passes with gradients are filled up to these parts of one: for a new number of copies kernels are chosen
+anew."""
+
+
+@dataclass
 class Lens:
-    """A classifier seen through views, a chunk of (image × view) at a time."""
+    """A classifier seen through views, a chunk of (image × view) at a time; `chunk` starts as the engine's and halves
+    when memory runs out."""
 
     classifier: Classifier
     views: Views
     engine: Engine
-    whole_chunks: bool = False
-    """Fill every pass up to one of two sizes: on a GPU, kernels are chosen anew for every new number of copies."""
+    whole_parts: bool = False
+    """Fill passes up to few sizes, as a GPU likes it."""
+    chunk: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunk = self.engine.chunk
 
     def logits(self, images: Float[Tensor, "b c h w"], view: Int64[Tensor, " v"]) -> Float[Tensor, "b v classes"]:
         """F of every image in each of these views."""
         pairs = torch.cartesian_prod(torch.arange(len(images), device=view.device), view)
-        chunks = [(part[:, 0], part[:, 1]) for part in pairs.split(self.engine.chunk)]
-        return self._untied(images, chunks).unflatten(0, (len(images), len(view)))
+
+        def every_chunk() -> Tensor:
+            return self._untied(images, [(part[:, 0], part[:, 1]) for part in pairs.split(self.chunk)])
+
+        return self._in_memory(every_chunk).unflatten(0, (len(images), len(view)))
 
     def gradient(
         self, images: Float[Tensor, "j c h w"], labels: Int64[Tensor, " j"], aim: Aim, loss: Loss
     ) -> tuple[Float[Tensor, " j"], Float[Tensor, "j c h w"]]:
-        """The loss of each image and its gradient there, a chunk's worth of candidates at a time."""
-        value, gradient = images.new_zeros(len(images)), torch.zeros_like(images)
+        """The loss of each image and its gradient there, a chunk's worth of candidates at a time.
+
+        A candidate without copies can change nothing: its loss is −∞.
+        """
+        value, gradient = images.new_full((len(images),), -torch.inf), torch.zeros_like(images)
+        rows = torch.nonzero(aim.used.any(dim=1))[:, 0]
+
+        def every_group() -> None:
+            for part in rows.split_with_sizes(_group_sizes(aim.passes[rows].tolist(), self.size)):
+                value[part], gradient[part] = self._gradient(images[part], labels[part], aim[part], loss)
+
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
-            for rows in _groups(aim.passes.tolist(), self.size):
-                value[rows], gradient[rows] = self._gradient(images[rows], labels[rows], aim[rows], loss)
+            self._in_memory(every_group)
         return value, gradient
+
+    def _in_memory(self, work: Callable[[], Result]) -> Result:
+        """Do it, in smaller chunks once memory has run out."""
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if self.chunk == 1 or not out_of_memory(error):
+                    raise
+            self.chunk = max(1, self.chunk // 2)  # outside the handler: the error holds on to the failed pass's tensors
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     @property
     def size(self) -> int:
         """Copies in one pass that keeps its activations."""
-        return max(1, self.engine.chunk // GRADIENT_SHARE)
+        return max(1, self.chunk // GRADIENT_SHARE)
 
     def _gradient(self, images: Tensor, labels: Tensor, aim: Aim, loss: Loss) -> tuple[Tensor, Tensor]:
         """Copies that fill one chunk are passed once. A candidate with more of them has a loss that compares copies of
@@ -117,8 +153,6 @@ class Lens:
         that slope back to the pixels."""
         image, slot = torch.nonzero(aim.used, as_tuple=True)
         gradient = torch.zeros_like(images)
-        if not len(image):
-            return images.new_zeros(len(images)), gradient
         chunks = list(zip(image.split(self.size), slot.split(self.size), strict=True))
         kept = self._tied(images, image, aim.view[image, slot]) if len(chunks) == 1 else None
         logits = kept[1].detach() if kept else self._untied(images, [(i, aim.view[i, s]) for i, s in chunks])
@@ -148,21 +182,23 @@ class Lens:
             return self.classifier(self._filled(masked)).float()[: len(masked)]
 
     def _filled(self, masked: Tensor) -> Tensor:
-        if not self.whole_chunks:
+        if not self.whole_parts or not len(masked):
             return masked
-        return padded(masked, self.size if len(masked) <= self.size else self.engine.chunk)
+        sizes = [max(1, self.size // part) for part in PARTS]
+        return padded(masked, next((size for size in sizes if len(masked) <= size), self.chunk))
 
 
-def _groups(passes: Sequence[int], size: int) -> Iterator[slice]:
-    """Consecutive candidates whose copies fill at most `size` places; one with more of them stands alone."""
-    start = held = 0
-    for number, count in enumerate(passes):
-        if held and held + count > size:
-            yield slice(start, number)
-            start, held = number, 0
+def _group_sizes(passes: Sequence[int], size: int) -> list[int]:
+    """How many consecutive candidates share a pass: their copies fill at most `size` places, or it is one alone."""
+    groups: list[int] = []
+    held = size
+    for count in passes:
+        if not groups or held + count > size:
+            groups.append(0)
+            held = 0
+        groups[-1] += 1
         held += count
-    if len(passes):
-        yield slice(start, len(passes))
+    return groups
 
 
 def _slope(

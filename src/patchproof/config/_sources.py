@@ -71,7 +71,7 @@ def _known_key(key: str, kind: type[Any], path: Path) -> str:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """The settings as they are saved: plain values, without those that only say where to write."""
+    """The settings as they are saved: plain values, without those that say how a run was begun."""
     values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
     return {k: v for k, v in values.items() if k not in {"config", "resume"}}
 
