@@ -59,7 +59,7 @@ def headline_table(results: list[Result]) -> Table:
         "undefended",
         "defended",
         "certified, 3×3",
-        "certified, 6×6 masks",
+        "certified, 6×6",
     )
     words = (
         "Percent of the 3,925 validation images, any patch of 3% of the image, defended with 3×3 masks; for one seed "

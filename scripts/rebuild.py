@@ -65,6 +65,10 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
             masks_table(nette),
         ]
         pictures += curves(nette)
+    short = pick(results, experiment="imagenette-one-epoch")
+    if short:
+        settings, title = setting_columns(("3%",), (3, 6)), "ImageNette, one epoch"
+        tables.append(strategies_table("imagenette-one-epoch", title, short, settings, main=("3%", 3)))
     cifar = pick(results, experiment="cifar10")
     if cifar:
         settings = setting_columns(("14px", "35px"), (3, 6))

@@ -168,6 +168,12 @@ def test_no_measured_number_is_typed_by_hand_into_the_readme():
     assert re.findall(r"\d+\.\d+ ?%", text) == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/reproducing.md"])
+def test_no_line_of_a_paragraph_begins_with_a_marker(name):
+    """Markdown would take the rest of it for HTML."""
+    assert not re.search(r"^ *<!-- =", (ROOT / name).read_text("utf-8"), flags=re.M)
+
+
 def test_nothing_in_results_names_the_machine_it_was_made_on():
     for path in RESULTS.rglob("*.json"):
         assert not re.search(r"\"/|/root|/home|/tmp", path.read_text("utf-8")), path
