@@ -1,0 +1,124 @@
+"""What only a GPU can show: fast arithmetic, compiled networks, whole chunks, and real memory that runs out.
+
+Skipped where there is none; on a machine with one, `python -m pytest tests/test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import patchproof as pp
+from patchproof.attacks.losses import Scene, WrongMajority
+from patchproof.attacks.views import Aim, Lens, Views
+from patchproof.cli import run
+from patchproof.data import iterate_batches, open_dataset
+from patchproof.masking import as_images
+from patchproof.models import load_classifier
+from patchproof.training.strategies import masking_strategy, training_masks
+from patchproof.types import Preprocessing
+
+DEVICE = "cuda"
+IMAGES = 96
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A small network that has learned enough to certify some images and not others."""
+    folder = tmp_path_factory.mktemp("gpu")
+    words = f"train --model small --weights random --strategy greedy --limit 2000 --epochs 2 --device {DEVICE}"
+    assert run([*words.split(), "--learning-rate", "0.1", "--validation-images", "50", "--output", str(folder)]) == 0
+    return folder / "checkpoint-last"
+
+
+def certify(trained: Path, folder: Path, *flags: str) -> list[dict]:
+    """The verdicts, one an image."""
+    words = ["certify", "--weights", str(trained), "--limit", str(IMAGES), "--output", str(folder), *flags]
+    assert run(words) == 0
+    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in ("index", "undefended", "defended", "certified")} for record in found]
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(trained, tmp_path_factory) -> list[dict]:
+    verdicts = certify(trained, tmp_path_factory.mktemp("cpu") / "r", "--device", "cpu")
+    assert 5 < sum(verdict["certified"] for verdict in verdicts) < IMAGES - 5
+    return verdicts
+
+
+@pytest.mark.parametrize("flags", ["fp32", "tf32", "bf16", "fp16", "fp16 --compile", "bf16 --exhaustive"])
+def test_the_verdicts_are_those_of_the_cpu(trained, on_the_cpu, tmp_path, flags):
+    """Labels closer than τ count as wrong, and τ differs between devices: hardly an image may change sides."""
+    found = certify(trained, tmp_path / "r", "--device", DEVICE, "--precision", *flags.split())
+    different = [a for a, b in zip(found, on_the_cpu, strict=True) if a != b]
+    assert len(different) <= 1
+
+
+def small_case(trained: Path, count: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    source = open_dataset("fashion-mini")
+    (batch,) = iterate_batches(source, Preprocessing(None), range(count), batch_size=count)
+    return load_classifier("small", str(trained)).eval(), as_images(batch.images, torch.device("cpu")), batch.labels
+
+
+def test_an_attacks_gradient_is_that_of_the_cpu(trained):
+    classifier, images, labels = small_case(trained, 8)
+    masks = pp.covering_masks(pp.PatchThreat.square(image_size=(28, 28), pixels=5), per_axis=3)
+    gradients = []
+    for device in ("cpu", DEVICE):
+        here, answers = images.to(device), labels.to(device)
+        views = Views.of(masks, (28, 28), here.device)
+        lens = Lens(classifier.to(device), views, pp.Engine(chunk=256), whole_parts=device == DEVICE)
+        aim = aim_at_the_middle(lens, here, answers)
+        gradients.append(lens.gradient(here, answers, aim, WrongMajority().loss)[1].cpu())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-2 * float(gradients[0].abs().amax()))
+
+
+def aim_at_the_middle(lens: Lens, images: torch.Tensor, labels: torch.Tensor) -> Aim:
+    every = torch.arange(len(lens.views.first), device=images.device)
+    scene = Scene(lens.views, labels, lens.logits(images, every))
+    places = torch.tensor([[10, 10, 5, 5]], device=images.device).expand(len(images), -1)
+    return WrongMajority().aim(scene, places, torch.zeros_like(labels))
+
+
+def test_certified_attacked_defended_image_by_image(trained, tmp_path):
+    words = f"attack --limit 12 --steps 8 --places 2 --device {DEVICE} --precision bf16"
+    assert run([*words.split(), "--weights", str(trained), "--output", str(tmp_path / "r")]) == 0
+    for line in (tmp_path / "r" / "records.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert record["certified"] <= record["attacked"] <= record["defended"]
+
+
+@pytest.mark.parametrize("name", ["greedy", "grid3x3", "gutout3x3"])
+def test_the_search_finds_the_masks_of_the_cpu(trained, name):
+    """In float32; rounding may settle a tie otherwise."""
+    classifier, images, labels = small_case(trained, 64)
+    found = []
+    for device in ("cpu", DEVICE):
+        strategy = masking_strategy(
+            name, image_size=(28, 28), generator=torch.Generator(), masks=training_masks((28, 28)), engine=pp.Engine()
+        )
+        found.append(strategy(classifier.to(device), images.to(device), labels.to(device)).cpu())
+    same = (found[0] == found[1]).flatten(2).all(dim=2)
+    assert same.float().mean() > 0.95
+
+
+def test_memory_that_runs_out_halves_the_chunk_and_changes_no_verdict(trained):
+    classifier, images, labels = small_case(trained, 400)
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
+    masks = pp.covering_masks(threat, per_axis=3)
+    plain = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(chunk=512)).certify(images, labels)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 400 * 2**20) / total)
+    try:
+        crowded = pp.PatchCleanser(classifier.to(DEVICE), masks, threat, engine=pp.Engine(chunk=16_384))
+        found = crowded.certify(images.to(DEVICE), labels.to(DEVICE))
+        assert crowded.runner.chunk < 16_384
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert (found.certified.cpu() == plain.certified).float().mean() > 0.99
