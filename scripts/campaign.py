@@ -34,6 +34,7 @@ from patchproof.defenses.patchcleanser import majority_label
 from patchproof.geometry import MaskSet
 from patchproof.masking import as_images, two_mask_labels
 from patchproof.records import dump_json, write_atomically
+from patchproof.types import PatchproofError
 
 Batches = Iterable[tuple[list[int], Tensor, Tensor]]
 """(indices, images, labels)."""
@@ -207,7 +208,10 @@ def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(tokens: list[str] | None = None) -> int:
     arguments = parse_arguments(tokens)
-    results = run_campaign(arguments)
+    try:
+        results = run_campaign(arguments)
+    except PatchproofError as error:
+        sys.exit(f"campaign: {error}")
     toothless = [name for name in ("mask removed", "literal rule") if not results[name]["broken"]]
     for name in toothless:
         print(f"{name}: nothing was broken, so this campaign says little; give it more time, steps or places")
