@@ -581,7 +581,7 @@ def dark_batches(count: int = 3):
 TEETH = AttackPlan(steps=16, restarts=1, places=6)
 # Masks of 6 at 0, 4 and 6: patches that start in row or column 6 or 7 are hidden by two masks.
 DARK_THREAT = pp.PatchThreat.square(image_size=(12, 12), pixels=3)
-EVERYWHERE = AttackPlan(steps=8, restarts=1, search="exhaustive", step_size=0.3)
+EVERYWHERE = AttackPlan(steps=4, restarts=1, search="exhaustive", step_size=0.3)
 
 
 def dark_defense(classifier):

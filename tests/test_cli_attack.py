@@ -149,7 +149,7 @@ def dark_photos(tmp_path) -> tuple:
             Image.fromarray(pixels).save(tmp_path / "dark" / name / f"{number}.png")
     (tmp_path / "own.py").write_text(STARTLED)
     model = ("--model", "own.py:build", "--weights", "random", "--image-size", 12, "--dataset", "dark")
-    plan = ("--patch", "3px", "--steps", 8, "--restarts", 1, "--place-search", "exhaustive", "--step-size", 0.3)
+    plan = ("--patch", "3px", "--steps", 4, "--restarts", 1, "--place-search", "exhaustive", "--step-size", 0.3)
     return (*model, *plan, "--target", "defended", "--device", "cpu")
 
 
@@ -223,7 +223,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 def test_bad_images_are_recorded_when_told_to_skip_them(dark_photos):
     Path("dark/calm/1.png").write_bytes(b"")
-    quick = [{"exhaustive": "grid", 8: 1}.get(word, word) for word in dark_photos]
+    quick = [{"exhaustive": "grid", 4: 1}.get(word, word) for word in dark_photos]
     assert attack(*quick, "--output", "r") == 1
     assert attack(*quick, "--output", "r", "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r") if "error" in r] == [1]
