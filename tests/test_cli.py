@@ -176,7 +176,8 @@ def undisturbed(whole, tmp_path):
     return arguments, (folder / "records.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("kills", [1, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (2, 12))])
+@pytest.mark.slow  # tests/test_faults.py kills a few times in the fast set
+@pytest.mark.parametrize("kills", [1, 2, 12])
 def test_killed_at_random_moments_and_resumed_the_records_are_the_same_bytes(undisturbed, tmp_path, kills):
     arguments, expected = undisturbed
     path = tmp_path / "killed" / "records.jsonl"

@@ -88,7 +88,8 @@ def kill_after(commands: Server, steps: int, data: Path, folder: Path, *argument
     return False
 
 
-@pytest.mark.parametrize("kills", [(5,), pytest.param((1, 3, 6, 7, 10, 11), marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_faults.py kills a few times in the fast set
+@pytest.mark.parametrize("kills", [(5,), (1, 3, 6, 7, 10, 11)])
 def test_killed_and_resumed_the_curve_and_the_weights_are_those_of_an_undisturbed_run(commands, data, tmp_path, kills):
     saving = ("--checkpoint-minutes", "0")
     assert train(data, "--output", "whole", *saving) == 0
