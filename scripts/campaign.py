@@ -26,6 +26,7 @@ from torch import Tensor
 from patchproof.attacks import Attacked, AttackPlan, attack_in_turn, defended_attacks
 from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import Setup, checked, sample_pixels
+from patchproof.cli._show import SECONDS_BETWEEN_LINES
 from patchproof.cli.certify import Run
 from patchproof.config import AttackConfig
 from patchproof.data import iterate_batches
@@ -38,8 +39,6 @@ from patchproof.types import PatchproofError
 
 Batches = Iterable[tuple[list[int], Tensor, Tensor]]
 """(indices, images, labels)."""
-
-SECONDS_BETWEEN_LINES = 15
 
 
 class MaskRemoved(PatchCleanser):

@@ -150,7 +150,7 @@ def imagenette_one_epoch() -> Iterator[Step]:
 
 
 def nette(strategy: str, seed: int, patch: str, masks: int, *, experiment: str = "imagenette") -> Step:
-    """All images with few masks; with more every second one, which keeps the interval under ±2 points above 72%."""
+    """All images with few masks; with more every second one, which keeps the interval under ±2 points above 73%."""
     name = f"{experiment}/{strategy}-seed{seed}"
     limit = None if masks <= 3 or strategy == "none" else 1_963
     weights = f"--weights RUNS/{name}/train/checkpoint-last"

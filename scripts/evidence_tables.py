@@ -176,7 +176,7 @@ def campaign_table(found: Sequence[Onslaught]) -> Table:
     names = ("network", "patch", "defence", "images", "certified and attacked", "broken", "passes an image", "minutes")
     words = [
         *_effort_notes(found),
-        "A broken defence is attacked until five of its images fall, or for a quarter of the time.",
+        "A broken defence is attacked until enough of its images fall, or for a quarter of the time.",
     ]
     title = "Certified images under attack"
     return Table("campaign", title, tuple(map(Column, names)), tuple(rows), (" ".join(words),))

@@ -70,7 +70,7 @@ class Aim:
     used: Bool[Tensor, "j k"]
     wrong: Int64[Tensor, " j"]
 
-    def __getitem__(self, rows: Tensor | slice) -> Aim:
+    def __getitem__(self, rows: Tensor) -> Aim:
         return Aim(self.view[rows], self.used[rows], self.wrong[rows])
 
     @property
