@@ -19,6 +19,7 @@ from patchproof.masking import (
     forward,
     images_ahead,
     label_margin,
+    padded,
     top_two,
 )
 
@@ -219,6 +220,16 @@ def test_compiled_passes_have_one_shape_and_a_few_copies_are_not_padded(masks, g
     assert {size for size in classifier.seen if size > 0} == {32}
     assert {size for size in classifier.seen if size < 0} <= {-8}
     assert torch.equal(found, pp.two_mask_labels(classifier, images, masks))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_padding_repeats_the_last_image_and_keeps_the_layout(layout, generator):
+    """Another layout would be compiled anew, and convolved slowly."""
+    images = torch.rand(3, 2, 4, 5, generator=generator).to(memory_format=layout)
+    filled = padded(images, 7)
+    assert torch.equal(filled, torch.cat([images, *[images[-1:]] * 4]))
+    assert filled.is_contiguous(memory_format=layout)
+    assert padded(images, 2) is images
 
 
 @given(st.integers(1, 600), st.integers(0, 2000))

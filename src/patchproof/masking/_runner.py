@@ -180,6 +180,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def padded(images: Tensor, size: int) -> Tensor:
-    """The images, and the last one again and again until there are `size` of them."""
-    missing = size - len(images)
-    return torch.cat([images, images[-1:].expand(missing, -1, -1, -1)]) if missing > 0 else images
+    """The images, and the last one again and again until there are `size` of them; channels last stays so."""
+    if len(images) >= size:
+        return images
+    return images[torch.arange(size, device=images.device).clamp(max=len(images) - 1)]
