@@ -119,3 +119,16 @@ def multi_size_greedy(
     big2 = coarse.rects[_argmax_first([loss([small1, m]) for m in coarse.rects])]
     small2 = worst_child(big2, [small1])
     return (big1, big2), (small1, small2)
+
+
+class Curved:
+    """Smooth, not linear, different in every pixel: a wrong gradient shows."""
+
+    fill = (0.25, 0.75)
+
+    def __init__(self, size, classes, generator):
+        self.inner = torch.randn(5, 2, *size, generator=generator)
+        self.outer = torch.randn(classes, 5, generator=generator)
+
+    def __call__(self, images):
+        return torch.einsum("bchw,dchw->bd", images, self.inner).tanh() @ self.outer.T

@@ -82,7 +82,7 @@ class GradientAttack(Attack):
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
         views = Views.of(self.masks, self.threat.image_size, images.device)
-        lens = Lens(self.classifier, views, self.engine, whole_parts=images.is_cuda)
+        lens = Lens(self.classifier, views, self.engine, whole_parts=images.is_cuda or self.engine.compile)
         every = torch.arange(len(lens.views.first), device=images.device)
         scene = Scene(lens.views, labels, lens.logits(images, every))
         places = self.places(lens, scene, images)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import AUTOCAST, Engine, fill_colour, occlude, out_of_memory, padded
+from patchproof.masking import Engine, Pass, fill_colour, occlude, out_of_memory, padded, passing
 from patchproof.types import Classifier, InputError, Size
 
 Result = TypeVar("Result")
@@ -91,7 +91,7 @@ anew."""
 @dataclass
 class Lens:
     """A classifier seen through views, a chunk of (image × view) at a time; `chunk` starts as the engine's and halves
-    when memory runs out."""
+    when memory runs out. Good until the classifier changes."""
 
     classifier: Classifier
     views: Views
@@ -99,9 +99,12 @@ class Lens:
     whole_parts: bool = False
     """Fill passes up to few sizes, as a GPU likes it."""
     chunk: int = field(init=False)
+    network: Callable[..., Pass] = field(init=False, repr=False)
+    """`passing`, with its answers remembered."""
 
     def __post_init__(self) -> None:
         self.chunk = self.engine.chunk
+        self.network = cache(partial(passing, self.classifier, precision=self.engine.precision, gradients=True))
 
     def logits(self, images: Float[Tensor, "b c h w"], view: Int64[Tensor, " v"]) -> Float[Tensor, "b v classes"]:
         """F of every image in each of these views."""
@@ -178,8 +181,9 @@ class Lens:
 
     def _pass(self, copies: Tensor, view: Tensor) -> Tensor:
         masked = occlude(copies, self.views.shown(view), fill_colour(self.classifier, copies))
-        with _autocast(self.engine, copies.device):
-            return self.classifier(self._filled(masked)).float()[: len(masked)]
+        filled = self._filled(masked)
+        compiled = self.engine.compile and copies.requires_grad and len(filled) == self.size
+        return self.network(compiled=compiled)(filled)[: len(masked)]
 
     def _filled(self, masked: Tensor) -> Tensor:
         if not self.whole_parts or not len(masked):
@@ -222,7 +226,3 @@ def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
             "leave out torch.no_grad and detach, or write an attack that needs no gradient"
         )
     return carried
-
-
-def _autocast(engine: Engine, device: torch.device) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, dtype=AUTOCAST.get(engine.precision), enabled=engine.precision in AUTOCAST)

@@ -4,7 +4,7 @@ Certification, inference and the training search all evaluate masked copies thro
 (image × mask), so memory depends on the chunk and neither on the batch nor on the number of masks.
 """
 
-from patchproof.masking._arithmetic import AUTOCAST, evaluating, forward, tf32
+from patchproof.masking._arithmetic import AUTOCAST, Pass, evaluating, forward, passing, tf32
 from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
 from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, out_of_memory, padded
@@ -17,6 +17,7 @@ __all__ = [
     "Audit",
     "Copies",
     "Engine",
+    "Pass",
     "Runner",
     "TwoMaskTable",
     "as_images",
@@ -30,6 +31,7 @@ __all__ = [
     "occlude",
     "out_of_memory",
     "padded",
+    "passing",
     "require_classes",
     "tf32",
     "top_two",
