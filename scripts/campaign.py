@@ -145,6 +145,7 @@ def parse_arguments(tokens: list[str] | None) -> argparse.Namespace:
     for name in ("masks", "steps", "restarts", "places", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(AttackConfig(), name))
     parser.add_argument("--step-size", type=float, default=AttackConfig().step_size)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--minutes", type=float, default=20.0)

@@ -6,205 +6,30 @@
 DATA holds `imagenette2-160/{train,val}`, `cifar10/{train,test}` and `imagenet-val-1000/val` as class folders. `--plan`
 only prints the commands and their forward passes. What is finished is skipped, what was cut off is resumed, and a step
 that would not fit into the minutes left is put off. Each finished run is copied to `--results`: manifest, results, and
-the records compressed.
+the records compressed. With `--processes 5`, five processes share the list: each takes the next step that no other has.
+That keeps a GPU busier, if NVIDIA's MPS daemon runs, so that their kernels run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import lzma
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from evidence_plan import EXPERIMENTS, Step
 
 from patchproof.cli import run
-from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.records import read_json
 
-STRATEGIES = (
-    "none",
-    "cutout",
-    "rand3x3",
-    "rand6x6",
-    "rand",
-    "gutout3x3",
-    "gutout6x6",
-    "gutout",
-    "greedy3x3",
-    "greedy",
-    "grid3x3",
-)
-EXTRA_PASSES = {"greedy3x3": 17, "greedy6x6": 71, "greedy": 25, "grid3x3": 45, "grid6x6": 666}
-EXTRA_PASSES |= {"gutout3x3": 8, "gutout6x6": 8, "gutout": 16}
-TWO_COPIES = ("rand", "gutout", "greedy")
-PASSES_OF_AN_UPDATE = 8
-"""A training pass and its way back, counted in inference passes."""
-
-FAST = ("--precision", "fp16", "--workers", "8", "--device", "auto")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command, where it writes, and about how many inference passes it takes."""
-
-    name: str
-    words: tuple[str, ...]
-    passes: int
-    after: str | None = None
-    """The training whose network this step certifies."""
-
-    def command(self, data: Path, runs: Path) -> list[str]:
-        words = [w.replace("DATA", str(data)).replace("RUNS", str(runs)) for w in self.words]
-        return [*words, "--output", str(runs / self.name), "--resume"]
-
-
-def training(
-    name: str, dataset: str, strategy: str, seed: int, *, images: int, epochs: int, extra: tuple[str, ...] = ()
-) -> Step:
-    copies = 2 if strategy in TWO_COPIES else 1
-    passes = images * epochs * (EXTRA_PASSES.get(strategy, 0) + PASSES_OF_AN_UPDATE * copies)
-    words: tuple[str, ...] = (
-        "train",
-        "--model",
-        "tf_efficientnet_lite0",
-        "--weights",
-        "zoo",
-        "--dataset",
-        f"DATA/{dataset}",
-    )
-    words += ("--strategy", strategy, "--seed", str(seed), "--epochs", str(epochs), "--precision", "bf16")
-    words += ("--keep-decoded", "--workers", "16", "--validation-images", "100", *extra)
-    searching = strategy.startswith(("greedy", "grid"))
-    return Step(name, (*words, "--compile") if searching else words, passes)
-
-
-def certification(
-    name: str,
-    weights: str,
-    dataset: str,
-    patch: str,
-    masks: int,
-    *,
-    images: int,
-    limit: int | None = None,
-    extra: tuple[str, ...] = (),
-) -> Step:
-    pixels = {"1%": 23, "2%": 32, "3%": 39}.get(patch) or int(patch.removesuffix("px"))
-    threat = PatchThreat.square(image_size=(224, 224), pixels=pixels)
-    pairs = len(covering_masks(threat, per_axis=masks).unions)
-    count = min(images, limit or images)
-    words: tuple[str, ...] = (
-        "certify",
-        *weights.split(),
-        "--dataset",
-        f"DATA/{dataset}",
-        "--patch",
-        patch,
-        "--masks",
-        str(masks),
-        *FAST,
-    )
-    words += ("--limit", str(limit)) if limit else ()
-    words += ("--compile",) if pairs * count > 500_000 else ()
-    target = f"{name}/certify-{patch.replace('%', 'percent')}-{masks}x{masks}"
-    trained = f"{'/'.join(name.split('/')[:2])}/train" if "RUNS/" in weights else None
-    return Step(target, (*words, *extra), pairs * count, after=trained)
-
-
-def imagenette() -> Iterator[Step]:
-    """Every strategy, `cutout` and `greedy` with three seeds, certified at 3%; most telling first."""
-    chosen = [("cutout", 0), ("greedy", 0), ("rand", 0), ("none", 0)]
-    chosen += [("cutout", 1), ("greedy", 1), ("cutout", 2), ("greedy", 2)]
-    chosen += [(s, 0) for s in STRATEGIES if s not in ("cutout", "greedy", "rand", "none")]
-    for strategy, seed in chosen:
-        name = f"imagenette/{strategy}-seed{seed}"
-        yield training(f"{name}/train", "imagenette2-160", strategy, seed, images=9_469, epochs=10)
-        yield nette(strategy, seed, "3%", 3)
-        yield nette(strategy, seed, "3%", 6)
-
-
-def imagenette_more() -> Iterator[Step]:
-    """The other patches, and the curve over masks an axis for `cutout` and `greedy`."""
-    for strategy in STRATEGIES:
-        for patch in ("2%", "1%"):
-            yield nette(strategy, 0, patch, 3)
-    for strategy in ("cutout", "greedy"):
-        for masks in (2, 4, 5):
-            yield nette(strategy, 0, "3%", masks)
-    for strategy in STRATEGIES:
-        for patch in ("2%", "1%"):
-            yield nette(strategy, 0, patch, 6)
-
-
-def imagenette_one_epoch() -> Iterator[Step]:
-    """The searches through all 6×6 masks, which are too dear for ten epochs, beside `greedy`."""
-    for strategy in ("greedy", "greedy6x6", "grid6x6"):
-        name = f"imagenette-one-epoch/{strategy}-seed0"
-        yield training(f"{name}/train", "imagenette2-160", strategy, 0, images=9_469, epochs=1)
-        yield nette(strategy, 0, "3%", 3, experiment="imagenette-one-epoch")
-        yield nette(strategy, 0, "3%", 6, experiment="imagenette-one-epoch")
-
-
-def nette(strategy: str, seed: int, patch: str, masks: int, *, experiment: str = "imagenette") -> Step:
-    """All images with few masks; with more every second one, which keeps the interval under ±2 points above 73%."""
-    name = f"{experiment}/{strategy}-seed{seed}"
-    limit = None if masks <= 3 or (strategy, patch) == ("none", "3%") else 1_963
-    weights = f"--weights RUNS/{name}/train/checkpoint-last"
-    return certification(name, weights, "imagenette2-160", patch, masks, images=3_925, limit=limit)
-
-
-def cifar10() -> Iterator[Step]:
-    """Patches of 14 and 35 pixels of the enlarged image, and native ones of 2×2 and 5×5 for the same networks."""
-    for strategy in ("cutout", "rand", "greedy"):
-        name = f"cifar10/{strategy}-seed0"
-        yield training(f"{name}/train", "cifar10", strategy, 0, images=20_000, epochs=5, extra=("--image-size", "224"))
-        weights = f"--weights RUNS/{name}/train/checkpoint-last"
-        native = ("--threat-space", "native")
-        for masks, limit in ((3, 2_500), (6, 2_000)):
-            for patch in ("35px", "14px"):
-                yield certification(name, weights, "cifar10", patch, masks, images=10_000, limit=limit)
-            for patch in ("5px", "2px"):
-                yield certification(
-                    f"{name}/native", weights, "cifar10", patch, masks, images=10_000, limit=limit, extra=native
-                )
-
-
-def imagenet() -> Iterator[Step]:
-    """The pretrained network as it is, on a thousand validation images."""
-    weights = "--model tf_efficientnet_lite0 --weights zoo"
-    for masks in (2, 3, 4, 5, 6):
-        for patch in ("3%", "2%", "1%"):
-            yield certification("imagenet/zoo", weights, "imagenet-val-1000", patch, masks, images=1_000)
-
-
-def attacked() -> Iterator[Step]:
-    """Both bounds for `cutout` and `greedy`: a hundred images, attacked with and without the defence."""
-    for strategy in ("cutout", "greedy"):
-        name = f"imagenette/{strategy}-seed0"
-        words: tuple[str, ...] = (
-            "attack",
-            "--weights",
-            f"RUNS/{name}/train/checkpoint-last",
-            "--dataset",
-            "DATA/imagenette2-160",
-        )
-        words += ("--patch", "3%", "--masks", "3", "--limit", "100", "--precision", "bf16", "--workers", "4")
-        copies = 2 * 40 * 4 * 2 * 18  # objectives, steps, places, starts, copies of each
-        yield Step(f"{name}/attack-3percent-3x3", words, 100 * copies * 3, after=f"{name}/train")
-
-
-EXPERIMENTS = {
-    "imagenette": imagenette,
-    "imagenette-more": imagenette_more,
-    "imagenette-one-epoch": imagenette_one_epoch,
-    "cifar10": cifar10,
-    "imagenet": imagenet,
-    "attacked": attacked,
-}
+SECONDS_TO_WAIT = 2.0
 
 
 def keep(folder: Path, target: Path) -> None:
@@ -237,6 +62,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=15_000.0, help="inference passes a second, to plan with")
     parser.add_argument("--only", default="", help="only steps whose name contains this, or one of these with commas")
     parser.add_argument("--plan", action="store_true", help="print the commands and stop")
+    parser.add_argument("--processes", type=int, default=1, help="so many share the list")
     arguments = parser.parse_args()
     steps = [step for name in arguments.experiments for step in EXPERIMENTS[name]()]
     steps = [step for step in steps if any(part in step.name for part in arguments.only.split(","))]
@@ -245,34 +71,82 @@ def main() -> None:
             print(f"{step.passes:>12,}  {' '.join(step.command(arguments.data, arguments.runs))}")
         total = sum(step.passes for step in steps)
         print(f"{total:>12,}  passes, {total / arguments.rate / 60:.0f} minutes")
-        return
-    work(steps, arguments)
+    elif arguments.processes > 1:
+        share(arguments)
+    else:
+        work(steps, arguments)
+
+
+def share(arguments: argparse.Namespace) -> None:
+    """The same command in several processes; each says what it does in a log of its own."""
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--processes", "1"]
+    children = []
+    for number in range(arguments.processes):
+        with (arguments.runs / f"process-{number}.log").open("a") as log:
+            children.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    for child in children:
+        child.wait()
 
 
 def work(steps: list[Step], arguments: argparse.Namespace) -> None:
+    """Every step that no other process takes; one that waits for another process is looked at again."""
     ends = time.monotonic() + 60 * arguments.minutes
-    rate = arguments.rate
-    for step in steps:
-        folder = arguments.runs / step.name
-        if (arguments.results / step.name / "results.json").exists() if arguments.results else finished(folder):
-            continue
-        if step.after and not any(finished(at / step.after) for at in (arguments.results, arguments.runs) if at):
-            print(f"put off: {step.name}, since its network is not trained to the end", flush=True)
-            continue
-        if time.monotonic() + step.passes / rate > ends:
+    while steps:
+        before, steps = steps, [step for step in steps if not settle(step, arguments, ends)]
+        if steps == before:
+            time.sleep(SECONDS_TO_WAIT)
+
+
+def settle(step: Step, arguments: argparse.Namespace, ends: float) -> bool:
+    """Do a step, or find that it is done or will not be; not so (yet) if it or its network is in other hands."""
+    with claimed(arguments.runs, step.name) as mine:
+        if not mine:
+            return False
+        if finished((arguments.results or arguments.runs) / step.name):
+            return True
+        if step.after and not trained(step.after, arguments):
+            with claimed(arguments.runs, step.after) as idle:
+                if idle:
+                    print(f"put off: {step.name}, since its network is not trained to the end", flush=True)
+                return idle
+        if time.monotonic() + step.passes / arguments.rate > ends:
             print(f"put off: {step.name}", flush=True)
-            continue
-        command = step.command(arguments.data, arguments.runs)
-        print(f"$ patchproof {' '.join(command)}", flush=True)
-        started = time.monotonic()
-        if run(command):
-            print(f"failed: {step.name}", flush=True)
-            continue
-        torch.compiler.reset()
-        seconds = time.monotonic() - started
-        print(f"{seconds:.0f} s, {step.passes / seconds:,.0f} planned passes/s\n", flush=True)
-        if arguments.results:
-            keep(folder, arguments.results / step.name)
+        else:
+            execute(step, arguments)
+        return True
+
+
+@contextmanager
+def claimed(runs: Path, name: str) -> Iterator[bool]:
+    """Is this step for this process alone now? The claim ends with the process, however that ends."""
+    file = runs / "claims" / name.replace("/", ":")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def trained(name: str, arguments: argparse.Namespace) -> bool:
+    return any(finished(folder / name) for folder in (arguments.results, arguments.runs) if folder)
+
+
+def execute(step: Step, arguments: argparse.Namespace) -> None:
+    command = step.command(arguments.data, arguments.runs)
+    print(f"$ patchproof {' '.join(command)}", flush=True)
+    started = time.monotonic()
+    if run(command):
+        print(f"failed: {step.name}", flush=True)
+        return
+    torch.compiler.reset()
+    seconds = time.monotonic() - started
+    print(f"{seconds:.0f} s, {step.passes / seconds:,.0f} planned passes/s\n", flush=True)
+    if arguments.results:
+        keep(arguments.runs / step.name, arguments.results / step.name)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 
 from evidence_records import Result, pick
-from evidence_tables import ORDER, cell, notes, rate_text, spread
+from evidence_tables import ORDER, notes, rate_text, spread
 from matplotlib.axes import Axes
 from scipy import stats
 
-from patchproof.recipes import recipes
 from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
 from patchproof.report._tables import Column, Table
 
 ROUND_PASSES = (10, 30, 100, 300)
-FAMILIES = {"resnet": "ResNet", "vit": "ViT-B", "convnext": "ConvNeXt"}
 
 
 def seeds_table(results: list[Result]) -> Table:
@@ -100,32 +98,6 @@ def paired(one: Result, other: Result) -> tuple[int, int, int, float, str]:
     only, lost = len((one.proven - other.proven) & common), len((other.proven - one.proven) & common)
     chance = stats.binomtest(only, only + lost).pvalue if only + lost else 1.0
     return len(common), only, lost, 100 * (only - lost) / len(common), f"{chance:.1g}"
-
-
-def paper_table(results: list[Result]) -> Table:
-    """Certified accuracy at 3%: ours on another network beside the paper's three."""
-    rows = []
-    for strategy in [s for s in ORDER if pick(results, strategy=s, patch="3%", seed=0)]:
-        for masks in (3, 6):
-            ours = cell(pick(results, strategy=strategy, seed=0), patch="3%", masks=masks)
-            theirs = [paper_cell(family, strategy, masks) for family in FAMILIES]
-            if ours:
-                rows.append((strategy, f"{masks}×{masks}", ours, *theirs))
-    columns = (
-        Column("strategy"),
-        Column("masks"),
-        Column("ours, EfficientNet-lite0"),
-        *(Column(f"paper, {name}") for name in FAMILIES.values()),
-    )
-    shown = [r for r in pick(results, patch="3%", seed=0) if r.masks in (3, 6)]
-    title = "ImageNette at 3%, beside the paper's networks"
-    return Table("imagenette-paper", title, columns, tuple(rows), notes(shown))
-
-
-def paper_cell(family: str, strategy: str, masks: int) -> float | None:
-    recipe = recipes().get(f"imagenette-{family}-{strategy}")
-    found = [e.certified for e in recipe.expectations if (e.patch, e.masks) == ("3%", masks)] if recipe else []
-    return found[0] if found else None
 
 
 def masks_table(results: list[Result]) -> Table:

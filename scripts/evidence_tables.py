@@ -33,8 +33,8 @@ def setting_columns(patches: Sequence[str], masks: Sequence[int]) -> list[tuple[
     return [(patch, count) for count in masks for patch in patches]
 
 
-SHARED = "Up to six runs shared the GPU at a time, so times are upper bounds and not to be compared."
-CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "imagenet"), SHARED)
+SHARED = "Up to ten runs shared the GPU at a time, so times are upper bounds and not to be compared."
+CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "imagenet"), SHARED)
 """What the records cannot know about how an experiment was run."""
 
 
@@ -163,6 +163,7 @@ def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
 
 def _effort_notes(runs: Sequence[Attacked] | Sequence[Onslaught]) -> list[str]:
     words = [f"Hardware: {', '.join(sorted({r.device for r in runs}))}."]
+    words += [SHARED] if any(r.device.startswith("cuda") for r in runs) else []
     words += [f"{plan} for each objective." for plan in sorted({r.plan for r in runs})]
     return [*words, f"Seed {', '.join(sorted({str(r.seed) for r in runs}))}."]
 

@@ -22,11 +22,10 @@ from evidence_imagenette import (
     headline_table,
     masks_table,
     paired,
-    paper_cell,
-    paper_table,
     rivals_table,
     seeds_table,
 )
+from evidence_paper import paper_cell, paper_table, paper_values
 from evidence_records import Attacked, Onslaught, Result, pick, read, read_attacks, read_campaigns
 from evidence_tables import (
     TITLES,
@@ -61,7 +60,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
             headline_table(nette),
             seeds_table(nette),
             rivals_table(nette),
-            paper_table(nette),
+            paper_table("imagenette", nette, patch="3%"),
             masks_table(nette),
         ]
         pictures += curves(nette)
@@ -75,6 +74,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         usual = pick(cifar, native=False)
         tables += [
             strategies_table("cifar10", "CIFAR-10 at 224", usual, settings, main=("35px", 3)),
+            paper_table("cifar10", usual, patch="35px"),
             native_table(cifar),
         ]
     demo = pick(results, experiment="demo")
@@ -90,7 +90,7 @@ def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
     same of the weakest seed against the strongest, and `imagenette/resnet-greedy/…` how far below the paper's ResNet.
-    See `first_seed_values` for the others."""
+    See `native_values`, `first_seed_values` and `paper_values` for the others."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -106,10 +106,24 @@ def values(results: list[Result]) -> dict[str, str]:
                 found[f"{e}/{s}-{s2}/{p}/{m}"] = points(mean - other)
                 found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(smallest_lead(results, (e, p, m), s, s2))
     for (e, s, p, m), mean in means.items():
-        theirs = paper_cell("resnet", s, m) if (e, p) == ("imagenette", "3%") else None
+        theirs = paper_cell(e, "resnet", s, p, m)
         if theirs is not None:
             found[f"{e}/resnet-{s}/{p}/{m}"] = points(theirs - mean)
-    return found | first_seed_values(results)
+    return found | native_values(results) | first_seed_values(results) | paper_values()
+
+
+def native_values(results: list[Result]) -> dict[str, str]:
+    """`cifar10/native-greedy/5px/3` is what is certified for a patch of the camera's image, and
+    `cifar10/greedy-native/35px~5px/3` what that is less than a patch of the enlarged one, on the same images."""
+    found = {}
+    for real in pick(results, native=True, seed=0):
+        name = f"{real.experiment}/native-{real.strategy}/{real.patch}/{real.masks}"
+        found[name] = f"{100 * real.certified.rate:.1f}%"
+        for usual in pick(results, experiment=real.experiment, strategy=real.strategy, masks=real.masks, native=False):
+            if usual.seed == 0 and usual.images == real.images:
+                less = f"{real.experiment}/{real.strategy}-native/{usual.patch}~{real.patch}/{real.masks}"
+                found[less] = points(paired(usual, real)[3])
+    return found
 
 
 def first_seed_values(results: list[Result]) -> dict[str, str]:

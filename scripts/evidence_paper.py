@@ -1,0 +1,47 @@
+"""The paper's numbers beside ours."""
+
+from __future__ import annotations
+
+from evidence_records import Result, pick
+from evidence_tables import ORDER, TITLES, cell, notes
+
+from patchproof.recipes import recipes
+from patchproof.report._tables import Column, Table
+
+FAMILIES = {"resnet": "ResNet", "vit": "ViT-B", "convnext": "ConvNeXt"}
+
+
+def paper_table(experiment: str, results: list[Result], *, patch: str) -> Table:
+    """Certified accuracy at one patch: ours on another network beside the paper's three."""
+    shown = [r for r in pick(results, patch=patch, seed=0, native=False) if r.masks in (3, 6)]
+    rows = []
+    for strategy in [s for s in ORDER if pick(shown, strategy=s)]:
+        for masks in (3, 6):
+            ours = cell(pick(shown, strategy=strategy), masks=masks)
+            theirs = [paper_cell(experiment, family, strategy, patch, masks) for family in FAMILIES]
+            if ours:
+                rows.append((strategy, f"{masks}×{masks}", ours, *theirs))
+    columns = (
+        Column("strategy"),
+        Column("masks"),
+        Column("ours, EfficientNet-lite0"),
+        *(Column(f"paper, {name}") for name in FAMILIES.values()),
+    )
+    title = f"{TITLES[experiment]} at {patch}, beside the paper's networks"
+    return Table(f"{experiment}-paper", title, columns, tuple(rows), notes(shown))
+
+
+def paper_cell(dataset: str, family: str, strategy: str, patch: str, masks: int) -> float | None:
+    recipe = recipes().get(f"{dataset}-{family}-{strategy}")
+    found = [e.certified for e in recipe.expectations if (e.patch, e.masks) == (patch, masks)] if recipe else []
+    return found[0] if found else None
+
+
+def paper_values() -> dict[str, str]:
+    """Numbers for sentences: `paper/cifar10-resnet-greedy/35px/3` is what the paper certifies, in percent."""
+    return {
+        f"paper/{name}/{e.patch}/{e.masks}": f"{e.certified:.1f}%"
+        for name, recipe in recipes().items()
+        for e in recipe.expectations
+        if e.certified is not None
+    }
