@@ -230,6 +230,8 @@ def test_padding_repeats_the_last_image_and_keeps_the_layout(layout, generator):
     assert torch.equal(filled, torch.cat([images, *[images[-1:]] * 4]))
     assert filled.is_contiguous(memory_format=layout)
     assert padded(images, 2) is images
+    (slope,) = torch.autograd.grad(padded(images.requires_grad_(), 7).sum(), images)
+    assert torch.equal(slope, torch.ones_like(images)), "nobody asks for the gradient of what fills a batch up"
 
 
 @given(st.integers(1, 600), st.integers(0, 2000))

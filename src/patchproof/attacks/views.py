@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import Engine, Pass, fill_colour, occlude, out_of_memory, padded, passing
+from patchproof.masking import Engine, InChunks, Pass, fill_colour, occlude, padded, passing
 from patchproof.types import Classifier, InputError, Size
-
-Result = TypeVar("Result")
 
 GRADIENT_SHARE = 4
 """A pass that keeps its activations for the gradient holds so many times fewer copies than one that does not."""
@@ -89,7 +86,7 @@ anew."""
 
 
 @dataclass
-class Lens:
+class Lens(InChunks):
     """A classifier seen through views, a chunk of (image × view) at a time; `chunk` starts as the engine's and halves
     when memory runs out. Good until the classifier changes."""
 
@@ -113,7 +110,7 @@ class Lens:
         def every_chunk() -> Tensor:
             return self._untied(images, [(part[:, 0], part[:, 1]) for part in pairs.split(self.chunk)])
 
-        return self._in_memory(every_chunk).unflatten(0, (len(images), len(view)))
+        return self.within_memory(every_chunk).unflatten(0, (len(images), len(view)))
 
     def gradient(
         self, images: Float[Tensor, "j c h w"], labels: Int64[Tensor, " j"], aim: Aim, loss: Loss
@@ -130,20 +127,8 @@ class Lens:
                 value[part], gradient[part] = self._gradient(images[part], labels[part], aim[part], loss)
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
-            self._in_memory(every_group)
+            self.within_memory(every_group)
         return value, gradient
-
-    def _in_memory(self, work: Callable[[], Result]) -> Result:
-        """Do it, in smaller chunks once memory has run out."""
-        while True:
-            try:
-                return work()
-            except (RuntimeError, MemoryError) as error:
-                if self.chunk == 1 or not out_of_memory(error):
-                    raise
-            self.chunk = max(1, self.chunk // 2)  # outside the handler: the error holds on to the failed pass's tensors
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
     @property
     def size(self) -> int:

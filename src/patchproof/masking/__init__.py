@@ -7,7 +7,7 @@ Certification, inference and the training search all evaluate masked copies thro
 from patchproof.masking._arithmetic import AUTOCAST, Pass, evaluating, forward, passing, tf32
 from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._runner import PARTS, Audit, Copies, Engine, Runner, out_of_memory, padded
+from patchproof.masking._runner import PARTS, Audit, Copies, Engine, InChunks, Runner, out_of_memory, padded
 from patchproof.masking._table import BLOCK, TwoMaskTable, clean_labels, two_mask_labels
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Audit",
     "Copies",
     "Engine",
+    "InChunks",
     "Pass",
     "Runner",
     "TwoMaskTable",

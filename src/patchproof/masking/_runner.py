@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -37,6 +37,8 @@ class Engine:
         if not (self.tau >= 0 and self.tau_fp32 >= 0):
             raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
 
+
+Result = TypeVar("Result")
 
 PARTS = (1, 4)
 """Batches of fixed sizes are whole chunks, or these parts of one."""
@@ -78,8 +80,26 @@ class Audit:
             )
 
 
+class InChunks:
+    """Something that works in chunks, which halve for good when memory runs out."""
+
+    chunk: int
+
+    def within_memory(self, work: Callable[[], Result]) -> Result:
+        """Do it, and again in smaller chunks as long as memory runs out."""
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if self.chunk == 1 or not out_of_memory(error):
+                    raise
+            self.chunk = max(1, self.chunk // 2)  # outside the handler: the error holds on to the failed pass's tensors
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
 @dataclass
-class Runner:
+class Runner(InChunks):
     """One classifier under one engine. `chunk` starts as the engine's and halves when memory runs out; `passes` counts
     the masked copies evaluated."""
 
@@ -152,25 +172,18 @@ class Runner:
 
     def in_chunks(self, count: int, answer: Callable[[int, int], Tensor], *, fixed: bool) -> list[Tensor]:
         """answer(start, size) for consecutive chunks of `count` things, in smaller ones once memory has run out."""
+
+        def next_chunk(start: int) -> tuple[int, Tensor]:
+            size = min(self.shape(count - start) if fixed else self.chunk, count - start)
+            return size, answer(start, size)
+
         answers: list[Tensor] = []
         start = 0
         while start < count:
-            size = min(self.shape(count - start) if fixed else self.chunk, count - start)
-            try:
-                answers.append(answer(start, size))
-            except (RuntimeError, MemoryError) as error:
-                if self.chunk == 1 or not out_of_memory(error):
-                    raise
-                size = 0
-            if size == 0:  # outside the handler: the error holds on to the tensors of the failed pass
-                self.shrink()
+            size, found = self.within_memory(partial(next_chunk, start))
+            answers.append(found)
             start += size
         return answers
-
-    def shrink(self) -> None:
-        self.chunk = max(1, self.chunk // 2)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -183,4 +196,5 @@ def padded(images: Tensor, size: int) -> Tensor:
     """The images, and the last one again and again until there are `size` of them; channels last stays so."""
     if len(images) >= size:
         return images
-    return images[torch.arange(size, device=images.device).clamp(max=len(images) - 1)]
+    last = images.detach()[[-1] * (size - len(images))]  # not expand: it would lose the layout
+    return torch.cat([images, last])
