@@ -196,5 +196,5 @@ def padded(images: Tensor, size: int) -> Tensor:
     """The images, and the last one again and again until there are `size` of them; channels last stays so."""
     if len(images) >= size:
         return images
-    last = images.detach()[[-1] * (size - len(images))]  # not expand: it would lose the layout
-    return torch.cat([images, last])
+    again = torch.zeros(size - len(images), dtype=torch.int64, device=images.device)
+    return torch.cat([images, images[-1:].detach()[again]])  # indexed, as `expand` would lose the layout
