@@ -38,14 +38,19 @@ def trained(tmp_path_factory) -> Path:
     return folder / "checkpoint-last"
 
 
-def certify(trained: Path, folder: Path, *flags: str) -> list[dict]:
-    """The verdicts, one an image."""
-    words = ["certify", "--weights", str(trained), "--limit", str(IMAGES), "--output", str(folder), *flags]
-    if "--compile" in flags:  # in a process of its own: the compiler cannot trace the tests' checks of shapes
+def records(folder: Path, *words: str) -> list[dict]:
+    """What a command leaves. One that compiles has a process of its own: no compiler traces the tests' checks."""
+    words = (*words, "--output", str(folder))
+    if "--compile" in words:
         subprocess.run([sys.executable, "-m", "patchproof", *words], check=True)
     else:
         assert run(words) == 0
-    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def certify(trained: Path, folder: Path, *flags: str) -> list[dict]:
+    """The verdicts, one an image."""
+    found = records(folder, "certify", "--weights", str(trained), "--limit", str(IMAGES), *flags)
     return [{name: record[name] for name in ("index", "undefended", "defended", "certified")} for record in found]
 
 
@@ -90,11 +95,10 @@ def aim_at_the_middle(lens: Lens, images: torch.Tensor, labels: torch.Tensor) ->
     return WrongMajority().aim(scene, places, torch.zeros_like(labels))
 
 
-def test_certified_attacked_defended_image_by_image(trained, tmp_path):
-    words = f"attack --limit 12 --steps 8 --places 2 --device {DEVICE} --precision bf16"
-    assert run([*words.split(), "--weights", str(trained), "--output", str(tmp_path / "r")]) == 0
-    for line in (tmp_path / "r" / "records.jsonl").read_text().splitlines():
-        record = json.loads(line)
+@pytest.mark.parametrize("flags", ["fp32", "bf16", "fp16 --compile"])
+def test_certified_attacked_defended_image_by_image(trained, tmp_path, flags):
+    words = f"attack --limit 12 --steps 8 --places 2 --device {DEVICE} --precision {flags}"
+    for record in records(tmp_path / "r", *words.split(), "--weights", str(trained)):
         assert record["certified"] <= record["attacked"] <= record["defended"]
 
 
