@@ -13,6 +13,7 @@ from torch.nn import functional
 import patchproof as pp
 import reference
 from patchproof.attacks import FakeUnanimity, WrongMajority
+from patchproof.attacks.gradient import _cross_entropy
 from patchproof.attacks.losses import Scene, lead
 from patchproof.attacks.places import all_places, as_rects, hidden_by, inside
 from patchproof.attacks.views import Aim, Lens, Views
@@ -127,23 +128,51 @@ def test_only_whole_passes_with_gradients_are_compiled(generator):
         assert classifier.seen == [(size == 8, True, size)]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator, precision):
-    """Taken through the network's copy in that type, which is there for passes without gradients too."""
+@pytest.mark.parametrize(("precision", "sure", "alike"), [
+    ("bf16", 1.0, 0.98),
+    ("fp16", 1.0, 0.98),
+    ("bf16", 2000.0, 0.7),  # its logits are coarse, so copies weigh otherwise
+    ("fp16", 2000.0, 0.98),
+])  # fmt: skip
+def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator, precision, sure, alike):
+    """Also where the network is sure: the slope of its cross-entropy is then far below the smallest number of fp16."""
     classifier = load_classifier("small", "random").eval()
+    with torch.no_grad():
+        head = [m for m in classifier.modules() if isinstance(m, torch.nn.Linear)][-1]
+        head.weight.mul_(sure)
     threat = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
     views = Views.of(pp.covering_masks(threat, per_axis=3), (28, 28), torch.device("cpu"))
-    images, labels = torch.rand(4, 3, 28, 28, generator=generator), torch.arange(4)
+    images = torch.rand(4, 3, 28, 28, generator=generator)
+    labels = classifier(images).argmax(dim=1)
     aim = Aim(views.one_mask.expand(4, -1), torch.ones(4, 9, dtype=torch.bool), labels)
 
-    def loss(logits, labels, _aim):
-        return -lead(logits, labels).sum(dim=1)
-
-    exact = Lens(classifier, views, pp.Engine()).gradient(images, labels, aim, loss)[1]
-    fast = Lens(classifier, views, pp.Engine(precision=precision)).gradient(images, labels, aim, loss)[1]
-    assert torch.float32 == fast.dtype
-    assert functional.cosine_similarity(exact.flatten(1), fast.flatten(1)).min() > 0.99
+    value, exact = Lens(classifier, views, pp.Engine()).gradient(images, labels, aim, _cross_entropy)
+    _, fast = Lens(classifier, views, pp.Engine(precision=precision)).gradient(images, labels, aim, _cross_entropy)
+    if sure > 1:
+        assert value.max() < 1e-6
+    exact, fast = (g.flatten(1) / g.flatten(1).abs().amax(dim=1, keepdim=True) for g in (exact, fast))
+    assert functional.cosine_similarity(exact, fast).min() > alike
     assert all(weight.grad is None for weight in classifier.parameters())
+
+
+class Overflows(reference.Curved):
+    """Answers, but its gradient is infinite at one pixel and not a number at another."""
+
+    def __call__(self, images):
+        broken = images[:, 0, 0, :2].sub(images[:, 0, 0, :2].detach()).abs().sqrt() * torch.tensor([1.0, 0.0])
+        return super().__call__(images) + broken.sum(dim=1, keepdim=True)
+
+
+def test_a_pixel_without_a_gradient_keeps_still_and_the_others_climb(generator):
+    views = Views.of(None, (6, 7), torch.device("cpu"))
+    images, labels = torch.rand(3, 2, 6, 7, generator=generator), torch.zeros(3, dtype=torch.int64)
+    aim = Aim(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool), labels)
+    _, gradient = Lens(Overflows((6, 7), 3, generator), views, pp.Engine()).gradient(
+        images, labels, aim, lambda logits, labels, _aim: logits.logsumexp(dim=2).sum(dim=1)
+    )
+    assert bool(gradient.isfinite().all())
+    assert bool((gradient[:, 0, 0, :2] == 0).all())
+    assert gradient[:, 1].abs().min() > 0
 
 
 def test_views_are_the_unions_of_masks_and_the_whole_image(generator):

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import Engine, InChunks, Pass, fill_colour, occlude, padded, passing
+from patchproof.masking import Engine, InChunks, Pass, fill_colour, occlude, padded, passing, tf32
 from patchproof.types import Classifier, InputError, Size
 
 GRADIENT_SHARE = 4
@@ -128,7 +128,7 @@ class Lens(InChunks):
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
             self.within_memory(every_group)
-        return value, gradient
+        return value.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), gradient
 
     @property
     def size(self) -> int:
@@ -147,7 +147,8 @@ class Lens(InChunks):
         value, slope = _slope(logits, (image, slot), labels, aim, loss)
         for i, s in chunks:
             copies, answers = kept or self._tied(images, i, aim.view[i, s])
-            carried = _carry(answers, copies, slope[i, s])
+            with tf32(self.engine.precision != "fp32"):
+                carried = _carry(answers, copies, slope[i, s])
             # The copies of an image lie side by side: a product with 0 and 1 adds them in one fixed order.
             rows = torch.arange(int(i[0]), int(i[-1]) + 1, device=i.device)
             sums = (rows[:, None] == i).to(carried) @ carried.flatten(1)
@@ -204,10 +205,18 @@ def _slope(
 
 
 def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
-    carried = torch.autograd.grad(logits, copies, slope, allow_unused=True)[0] if logits.requires_grad else None
+    """The slope in the logits, carried back to the pixels of each copy.
+
+    It travels as a number near 1, whatever its size: where a network is sure, the slope of its cross-entropy is too
+    small for fp16. Powers of two cost no digit. What overflows on the way tells nothing, and counts as 0.
+    """
+    size = torch.ldexp(torch.ones_like(slope[:, :1]), slope.abs().amax(dim=1, keepdim=True).frexp().exponent)
+    carried = None
+    if logits.requires_grad:
+        (carried,) = torch.autograd.grad(logits, copies, slope / size, allow_unused=True)
     if carried is None:
         raise InputError(
             "the classifier passes no gradient to its input, so a gradient attack cannot use it; "
             "leave out torch.no_grad and detach, or write an attack that needs no gradient"
         )
-    return carried
+    return carried.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * size[:, :, None, None]
