@@ -40,6 +40,11 @@ class Step:
     after: str | None = None
     """The training whose network this step certifies."""
 
+    @property
+    def limit(self) -> int | None:
+        """How many images it asks for; None for all."""
+        return int(self.words[self.words.index("--limit") + 1]) if "--limit" in self.words else None
+
     def command(self, data: Path, runs: Path) -> list[str]:
         words = [w.replace("DATA", str(data)).replace("RUNS", str(runs)) for w in self.words]
         return [*words, "--output", str(runs / self.name), "--resume"]

@@ -164,7 +164,8 @@ def _effort(config: dict[str, Any]) -> str:
 
 
 def runs_of(command: str, folder: Path) -> list[Path]:
-    found = [path.parent for path in sorted(folder.rglob("manifest.json"))]
+    """Those with results: a folder gets them last."""
+    found = [path.parent for path in sorted(folder.rglob("results.json"))]
     return [path for path in found if _json(path / "manifest.json")["command"] == command]
 
 

@@ -1,10 +1,10 @@
-"""The script that runs the evidence: several processes share its list."""
+"""The script that runs the evidence: each step once, several at a time, whatever ends them."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,81 +15,154 @@ from patchproof.cli import build_app
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
+PRETENDED = """
+import json, os, pathlib, signal, sys, time
+words = sys.argv[1:]
+folder = pathlib.Path(words[words.index("--output") + 1])
+diary = pathlib.Path(words[words.index("--diary") + 1])
+def note(what):
+    with diary.open("a") as file:
+        file.write(f"{what} {folder.name}\\n")
+note("begin")
+folder.mkdir(parents=True, exist_ok=True)
+limit = int(words[words.index("--limit") + 1]) if "--limit" in words else None
+(folder / "manifest.json").write_text(json.dumps({"config": {"limit": limit}}))
+if "slow" in folder.name:
+    signal.signal(signal.SIGTERM, lambda *_: (note("stop"), os._exit(1)))
+    time.sleep(60)
+time.sleep(0.2)
+if "crash" in folder.name:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "fail" in folder.name:
+    sys.exit(3)
+(folder / "checkpoint-last").mkdir()
+(folder / "records.jsonl").write_text("a record")
+(folder / "results.json").write_text(json.dumps({"status": "complete"}))
+note("end")
+"""
+"""In place of `patchproof`: it writes what a run writes, and says when."""
+
 
 @pytest.fixture
-def evidence(monkeypatch):
+def evidence(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import evidence
 
+    (tmp_path / "pretended.py").write_text(PRETENDED)
+    monkeypatch.setattr(evidence, "PROGRAM", [sys.executable, str(tmp_path / "pretended.py")])
+    monkeypatch.setattr(evidence, "SECONDS_BETWEEN_LOOKS", 0.01)
     yield evidence
     for name in ("evidence", "evidence_plan"):
         sys.modules.pop(name, None)
 
 
-def pretend(evidence, folder: Path):
-    """A step takes a moment, says so in a file, and is finished."""
-
-    def execute(step, arguments):
-        with (folder / "done").open("a") as log:
-            log.write(f"{step.name}\n")
-        time.sleep(0.03)
-        target = arguments.runs / step.name
-        target.mkdir(parents=True)
-        (target / "results.json").write_text(json.dumps({"status": "complete"}))
-
-    evidence.execute, evidence.SECONDS_TO_WAIT = execute, 0.01
+def step(evidence, name: str, folder: Path, *words: str, after: str | None = None):
+    return evidence.Step(f"a/{name}", ("certify", "--diary", str(folder / "diary"), *words), 1000, after)
 
 
-@pytest.fixture
-def arguments(tmp_path):
-    return argparse.Namespace(runs=tmp_path / "runs", results=None, minutes=1.0, rate=1.0)
+def work(evidence, folder: Path, steps, **settings):
+    return evidence.Work(list(steps), folder, folder / "runs", folder / "results", **settings)
 
 
-def test_processes_share_the_list_and_no_network_is_certified_before_it_is_trained(evidence, arguments, tmp_path):
-    pretend(evidence, tmp_path)
-    steps = [evidence.Step(f"a/train{t}", (), 1) for t in range(3)]
-    steps += [evidence.Step(f"a/certify{t}-{c}", (), 1, after=f"a/train{t}") for t in range(3) for c in range(4)]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=evidence.work, args=(steps, arguments)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    order = (tmp_path / "done").read_text().split()
-    assert sorted(order) == sorted(step.name for step in steps)
-    assert all(order.index(step.after) < order.index(step.name) for step in steps if step.after)
+def diary(folder: Path) -> list[tuple[str, str]]:
+    path = folder / "diary"
+    return [tuple(line.split()) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_what_cannot_be_done_is_put_off_and_what_is_done_is_left_alone(evidence, arguments, tmp_path, capsys):
-    pretend(evidence, tmp_path)
+def test_every_step_is_done_once_and_no_network_is_certified_before_it_is_trained(evidence, tmp_path):
+    steps = [step(evidence, f"train{t}", tmp_path) for t in range(2)]
+    steps += [step(evidence, f"certify{t}-{c}", tmp_path, after=f"a/train{t}") for t in range(2) for c in range(3)]
+    assert work(evidence, tmp_path, steps, processes=3).run() == 0
+    lines = diary(tmp_path)
+    assert sorted(name for what, name in lines if what == "begin") == sorted(s.name[2:] for s in steps)
+    for t in range(2):
+        begun = [lines.index(("begin", f"certify{t}-{c}")) for c in range(3)]
+        assert lines.index(("end", f"train{t}")) < min(begun)
+    at_once = [sum(1 if what == "begin" else -1 for what, _ in lines[: i + 1]) for i in range(len(lines))]
+    assert max(at_once) == 3
+    assert all((tmp_path / "results" / s.name / "records.jsonl.xz").exists() for s in steps)
+
+
+@pytest.mark.parametrize("end", ["fail", "crash"])
+def test_a_step_that_fails_is_tried_once_and_the_others_go_on(evidence, tmp_path, capsys, end):
     steps = [
-        evidence.Step("a/certify", (), 1, after="a/train"),
-        evidence.Step("a/long", (), 10**9),
-        evidence.Step("a/short", (), 1),
+        step(evidence, f"train-{end}", tmp_path),
+        step(evidence, "certify", tmp_path, after=f"a/train-{end}"),
+        step(evidence, "other", tmp_path),
     ]
-    for _ in range(2):
-        evidence.work(steps, arguments)
-    assert (tmp_path / "done").read_text().split() == ["a/short"]
+    assert work(evidence, tmp_path, steps, processes=2).run() == 1
+    assert sorted(name for what, name in diary(tmp_path) if what == "begin") == ["other", f"train-{end}"]
     said = capsys.readouterr().out
-    assert "put off: a/certify, since its network is not trained to the end" in said
-    assert "put off: a/long" in said
+    assert f"failed: a/train-{end}, exit code {3 if end == 'fail' else -9}" in said
+    assert "put off: a/certify, since its network is not below" in said
+    assert (tmp_path / "results/a/other/results.json").exists()
+    assert not (tmp_path / f"results/a/train-{end}").exists()
 
 
-def test_a_claim_ends_with_its_process(evidence, tmp_path):
-    with evidence.claimed(tmp_path, "a/b") as mine, evidence.claimed(tmp_path, "a/b") as again:
-        assert (mine, again) == (True, False)
-    with evidence.claimed(tmp_path, "a/b") as mine:
-        assert mine
+def test_what_is_kept_is_left_alone_until_the_plan_asks_for_other_images(evidence, tmp_path, capsys):
+    few, many = (step(evidence, "certify", tmp_path, "--limit", limit) for limit in ("2000", "2500"))
+    for planned in (few, few, many):
+        assert work(evidence, tmp_path, [planned]).run() == 0
+    assert diary(tmp_path) == [("begin", "certify"), ("end", "certify")]
+    assert "was begun with another --limit; remove it" in capsys.readouterr().out
+    (tmp_path / "runs").rename(tmp_path / "away")
+    assert work(evidence, tmp_path, [many]).run() == 0
+    assert len(diary(tmp_path)) == 4
+    assert evidence.limit_of(tmp_path / "results/a/certify") == 2500
+
+
+@pytest.mark.parametrize("damage", ["", "{"])
+def test_results_that_were_cut_off_are_not_results(evidence, tmp_path, damage):
+    one = step(evidence, "certify", tmp_path)
+    assert work(evidence, tmp_path, [one]).run() == 0
+    (tmp_path / "results/a/certify/results.json").write_text(damage)
+    (tmp_path / "runs").rename(tmp_path / "away")
+    assert work(evidence, tmp_path, [one]).run() == 0
+    assert json.loads((tmp_path / "results/a/certify/results.json").read_text()) == {"status": "complete"}
+
+
+def test_results_without_records_are_not_kept(evidence, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(SystemExit, match="nothing to count"):
+        evidence.keep(tmp_path / "run", tmp_path / "kept")
+    assert not (tmp_path / "kept/results.json").exists()
+
+
+def test_what_does_not_fit_into_the_time_is_put_off(evidence, tmp_path, capsys):
+    long = evidence.Step("a/long", ("certify", "--diary", str(tmp_path / "diary")), 10**9)
+    steps = [long, step(evidence, "short", tmp_path)]
+    assert work(evidence, tmp_path, steps, ends=time.monotonic() + 30).run() == 0
+    assert diary(tmp_path) == [("begin", "short"), ("end", "short")]
+    assert "put off: a/long, for lack of time" in capsys.readouterr().out
+
+
+def test_a_signal_stops_every_step(evidence, tmp_path):
+    """The whole script in a process of its own, with two steps that take a minute."""
+    words = ("certify", "--diary", str(tmp_path / "diary"))
+    program = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import evidence
+evidence.PROGRAM = {evidence.PROGRAM!r}
+evidence.EXPERIMENTS["demo"] = lambda: [evidence.Step(f"a/slow{{n}}", {words!r}, 1) for n in range(3)]
+sys.argv = ["evidence", "demo", "--data", "d", "--runs", "runs", "--results", "results", "--processes", "2"]
+sys.exit(evidence.main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE)
+    ends = time.monotonic() + 60
+    while len(diary(tmp_path)) < 2 and time.monotonic() < ends:
+        time.sleep(0.05)
+    time.sleep(0.5)  # for them to listen
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 1
+    assert sorted(diary(tmp_path)) == [("begin", "slow0"), ("begin", "slow1"), ("stop", "slow0"), ("stop", "slow1")]
 
 
 def test_every_planned_command_is_one_that_exists(evidence, tmp_path):
     """Parsed by the command line itself, up to the data and weights that are not here."""
     app = build_app()
-
     for steps in evidence.EXPERIMENTS.values():
-        for step in steps():
-            command, _bound, *_ = app.parse_args(
-                step.command(tmp_path, tmp_path), exit_on_error=False, print_error=False
-            )
-            assert command.__name__ == step.words[0]
+        for one in steps():
+            words = one.command(tmp_path, tmp_path)
+            command, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
+            assert command.__name__ == one.words[0]
