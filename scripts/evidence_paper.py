@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from evidence_records import Result, pick
 from evidence_tables import ORDER, TITLES, cell, notes
 
@@ -11,23 +13,25 @@ from patchproof.report._tables import Column, Table
 FAMILIES = {"resnet": "ResNet", "vit": "ViT-B", "convnext": "ConvNeXt"}
 
 
-def paper_table(experiment: str, results: list[Result], *, patch: str) -> Table:
-    """Certified accuracy at one patch: ours on another network beside the paper's three."""
-    shown = [r for r in pick(results, patch=patch, seed=0, native=False) if r.masks in (3, 6)]
+def paper_table(experiment: str, results: list[Result], *, patches: Sequence[str]) -> Table:
+    """Certified accuracy: ours on another network beside the paper's three."""
+    shown = [r for r in pick(results, seed=0, native=False) if r.masks in (3, 6) and r.patch in patches]
     rows = []
-    for strategy in [s for s in ORDER if pick(shown, strategy=s)]:
-        for masks in (3, 6):
-            ours = cell(pick(shown, strategy=strategy), masks=masks)
-            theirs = [paper_cell(experiment, family, strategy, patch, masks) for family in FAMILIES]
-            if ours:
-                rows.append((strategy, f"{masks}×{masks}", ours, *theirs))
+    for patch in patches:
+        for strategy in [s for s in ORDER if pick(shown, strategy=s, patch=patch)]:
+            for masks in (3, 6):
+                ours = cell(shown, strategy=strategy, patch=patch, masks=masks)
+                theirs = [paper_cell(experiment, family, strategy, patch, masks) for family in FAMILIES]
+                if ours:
+                    rows.append((patch, strategy, f"{masks}×{masks}", ours, *theirs))
     columns = (
+        Column("patch"),
         Column("strategy"),
         Column("masks"),
         Column("ours, EfficientNet-lite0"),
         *(Column(f"paper, {name}") for name in FAMILIES.values()),
     )
-    title = f"{TITLES[experiment]} at {patch}, beside the paper's networks"
+    title = f"{TITLES[experiment]}, beside the paper's networks"
     return Table(f"{experiment}-paper", title, columns, tuple(rows), notes(shown))
 
 

@@ -73,6 +73,7 @@ class Attacked:
     passes: int
     queries: int
     plan: str
+    precision: str
     seed: int
     seconds: float
     device: str
@@ -101,6 +102,7 @@ def attacked(path: Path, root: Path) -> Attacked:
         passes=sum(record["passes"] for record in records),
         queries=sum(record["queries"] for record in records),
         plan=_effort(config),
+        precision=config["precision"],
         seed=config["seed"],
         seconds=results["cost"]["seconds"],
         device=manifest["device"],
@@ -120,6 +122,7 @@ class Onslaught:
     passes: int
     seconds: float
     plan: str
+    precision: str
     seed: int
     device: str
 
@@ -152,6 +155,7 @@ def _campaign(path: Path) -> list[Onslaught]:
                 passes=tally["passes"],
                 seconds=tally["seconds"],
                 plan=_effort(config),
+                precision=config["precision"],
                 seed=config["seed"],
                 device=content["manifest"]["device"],
             )

@@ -15,12 +15,12 @@ ORDER = list(STRATEGIES)
 TITLES = {"imagenette": "ImageNette", "demo": "The networks of make demo", "cifar10": "CIFAR-10"}
 
 
-def cell(results: Sequence[Result], *, star: str = "*", **wanted: object) -> str | None:
+def cell(results: Sequence[Result], *, star: str = "*", name: str = "certified", **wanted: object) -> str | None:
     """`82.1 ±1.2`: the rate and half of its exact 95% interval; a star for a part of the images."""
     found = pick(results, **wanted)
     if not found:
         return None
-    rate = found[0].certified
+    rate = found[0].rates[name]
     return rate_text(rate) + (star if rate.n < found[0].available else "")
 
 
@@ -53,11 +53,17 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
         words.append(f"{masks}×{masks} masks: {passes} passes an image, {seconds} s a certification.")
     words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
-    parts = sorted({r.certified.n for r in results if r.certified.n < r.available})
+    parts = sorted({(r.masks, r.certified.n) for r in results if r.certified.n < r.available})
     if parts and star:
-        listed = ", ".join(f"{n:,}" for n in parts)
-        words.append(f"* an evenly spread part of the images: {listed} of {results[0].available:,}.")
+        sizes = sorted({n for _, n in parts})
+        listed = [_with_masks(n, [masks for masks, size in parts if size == n], alone=len(sizes) == 1) for n in sizes]
+        words.append(f"* an evenly spread part of the images: {', '.join(listed)} of {results[0].available:,}.")
     return (" ".join(words),)
+
+
+def _with_masks(count: int, masks: Sequence[int], *, alone: bool) -> str:
+    sets = " and ".join(f"{m}×{m}" for m in sorted(set(masks)))
+    return f"{count:,}" if alone else f"{count:,} ({sets} masks)"
 
 
 def _between(values: Sequence[float]) -> str:
@@ -82,8 +88,7 @@ def strategies_table(
             (
                 strategy,
                 cost.passes if cost else None,
-                rate_text(base[0].rates["undefended"]) if base else None,
-                rate_text(base[0].rates["defended"]) if base else None,
+                *(cell(base, name=name) for name in ("undefended", "defended")),
                 *(cell(own, patch=patch, masks=masks) for patch, masks in settings),
             )
         )
@@ -140,8 +145,8 @@ def native_table(results: list[Result]) -> Table:
         Column("strategy"),
         Column("masks"),
         Column("native patch"),
-        Column("certified, as usually counted (7 times the side)"),
-        Column("certified, its true footprint"),
+        Column("certified, 7 times its side in the input (as usual)"),
+        Column("certified, all it can touch in the input"),
     )
     return Table("cifar10-native", "CIFAR-10: what the usual number leaves out", columns, tuple(rows), notes(results))
 
@@ -165,6 +170,7 @@ def _effort_notes(runs: Sequence[Attacked] | Sequence[Onslaught]) -> list[str]:
     words = [f"Hardware: {', '.join(sorted({r.device for r in runs}))}."]
     words += [SHARED] if any(r.device.startswith("cuda") for r in runs) else []
     words += [f"{plan} for each objective." for plan in sorted({r.plan for r in runs})]
+    words += [f"Gradients in {', '.join(sorted({r.precision for r in runs}))}."]
     return [*words, f"Seed {', '.join(sorted({str(r.seed) for r in runs}))}."]
 
 

@@ -60,7 +60,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
             headline_table(nette),
             seeds_table(nette),
             rivals_table(nette),
-            paper_table("imagenette", nette, patch="3%"),
+            paper_table("imagenette", nette, patches=("3%",)),
             masks_table(nette),
         ]
         pictures += curves(nette)
@@ -74,7 +74,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         usual = pick(cifar, native=False)
         tables += [
             strategies_table("cifar10", "CIFAR-10 at 224", usual, settings, main=("35px", 3)),
-            paper_table("cifar10", usual, patch="35px"),
+            paper_table("cifar10", usual, patches=("35px", "14px")),
             native_table(cifar),
         ]
     demo = pick(results, experiment="demo")
@@ -127,9 +127,10 @@ def native_values(results: list[Result]) -> dict[str, str]:
 
 
 def first_seed_values(results: list[Result]) -> dict[str, str]:
-    """Of seed 0: `imagenette/gutout~none/3%/6` is a difference on the images that both looked at,
-    `imagenette/greedy/3%/6~3` one between mask sets, `…/greedy/3%/6:3` how many times the passes it takes,
-    `…/greedy-middle/3%/3` how often the worst pair hides the middle, `…/greedy-loss` the loss of the last epoch."""
+    """Of seed 0: `imagenette/gutout~none/3%/6` is a difference on the images that both looked at and
+    `…/gutout~none-p/3%/6` the p of the exact McNemar test, `imagenette/greedy/3%/6~3` a difference between mask sets,
+    `…/greedy/3%/6:3` how many times the passes it takes, `…/greedy-middle/3%/3` how often the worst pair hides the
+    middle, `…/greedy-loss` the loss of the last epoch."""
     found = {}
     first = pick(results, native=False, seed=0)
     for one in first:
@@ -140,7 +141,9 @@ def first_seed_values(results: list[Result]) -> dict[str, str]:
             found[f"{name}-loss"] = f"{one.training.last_loss:.3f}"
         for other in pick(first, experiment=one.experiment, patch=one.patch):
             if other.masks == one.masks:
-                found[f"{name}~{other.strategy}/{one.patch}/{one.masks}"] = points(paired(one, other)[3])
+                where = f"{one.patch}/{one.masks}"
+                found[f"{name}~{other.strategy}/{where}"] = points(paired(one, other)[3])
+                found[f"{name}~{other.strategy}-p/{where}"] = paired(one, other)[4]
             elif other.strategy == one.strategy:
                 found[f"{name}/{one.patch}/{one.masks}~{other.masks}"] = points(paired(one, other)[3])
                 found[f"{name}/{one.patch}/{one.masks}:{other.masks}"] = f"{one.passes / other.passes:.0f}"

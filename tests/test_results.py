@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import lzma
 import re
@@ -85,7 +86,7 @@ def passes_an_image(folder: Path) -> float:
 
 CAMPAIGN = {
     "manifest": {
-        "config": {"patch": "3%", "masks": 3, "places": 4, "restarts": 2, "steps": 40, "seed": 0},
+        "config": {"patch": "3%", "masks": 3, "places": 4, "restarts": 2, "steps": 40, "seed": 0, "precision": "bf16"},
         "device": "a machine",
     },
     "double masking": {
@@ -112,6 +113,24 @@ def test_a_campaign_is_counted_from_the_images_it_lists(rebuild, tmp_path):
         path.write_text(json.dumps(CAMPAIGN | {"double masking": CAMPAIGN["double masking"] | wrong}))
         with pytest.raises(SystemExit, match="contradict the images listed"):
             rebuild.read_campaigns(tmp_path)
+
+
+def test_a_native_patch_is_compared_on_the_same_images_only(rebuild):
+    folder = RESULTS / "cifar10" / "greedy-seed0"
+    runs = "certify-35px-3x3", "native/certify-5px-3x3"
+    usual, native = (sys.modules["evidence_records"].result(folder / name, RESULTS) for name in runs)
+    name = f"{usual.experiment}/{usual.strategy}-native/35px~5px/3"
+    only = len(usual.proven - native.proven) - len(native.proven - usual.proven)
+    assert rebuild.native_values([usual, native])[name] == f"{100 * only / len(usual.images):.1f}"
+    fewer = dataclasses.replace(native, images=frozenset(list(native.images)[1:]))
+    assert name not in rebuild.native_values([usual, fewer])
+
+
+def test_a_folder_without_results_is_no_run(rebuild, tmp_path):
+    shutil.copytree(ROOT / "results" / RUN, tmp_path / RUN)
+    assert len(rebuild.read(tmp_path)) == 1
+    (tmp_path / RUN / "results.json").unlink()
+    assert rebuild.read(tmp_path) == []
 
 
 def test_every_table_says_hardware_time_passes_and_seeds():
