@@ -6,8 +6,8 @@
 DATA holds `imagenette2-160/{train,val}`, `cifar10/{train,test}` and `imagenet-val-1000/val` as class folders. `--plan`
 only prints the commands and their forward passes. What is finished is skipped, what was cut off is resumed, and a step
 that would not fit into the minutes left is put off. Each finished run is copied to `--results`: manifest, results, and
-the records compressed. Certifications need the checkpoints below `--runs`; the results/ that is checked in has none, so
-whoever trains anew gives another `--results`. Several processes keep a GPU busier, if NVIDIA's MPS daemon runs.
+the records compressed. Certifications need the checkpoints below `--runs`, which the project's results/ do not include:
+to train anew, give another `--results`. Several processes keep a GPU busier, if NVIDIA's MPS daemon runs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from evidence_plan import EXPERIMENTS, Step
 
 from patchproof.records import read_json
-from patchproof.types import PatchproofError
+from patchproof.types import CheckError, PatchproofError
 
 PROGRAM = [sys.executable, "-m", "patchproof"]
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_STOP = 60.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -45,10 +47,12 @@ class Work:
     """Passes a second, of all processes together."""
     ends: float = float("inf")
     running: dict[Step, tuple[subprocess.Popen[bytes], float]] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    put_off: list[str] = field(default_factory=list)
 
     def run(self) -> int:
-        """0, or 1 if a step failed. However it ends, no step is left running."""
+        """0, or 1 if a step failed. An error or a signal stops the steps that run."""
         try:
             while self.waiting or self.running:
                 self.collect()
@@ -57,23 +61,26 @@ class Work:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:
             self.stop()
+        print(f"{len(self.done)} done, {len(self.failed)} failed, {len(self.put_off)} put off")
         return 1 if self.failed else 0
 
     def start(self) -> None:
         """As many steps as there is room for. What has to wait for a step in hand is looked at again."""
         for step in tuple(self.waiting):
-            if len(self.running) == self.processes:
+            if len(self.running) >= self.processes:
                 return
             if any(step.after == other.name for other in (*self.waiting, *self.running)):
                 continue
             self.waiting.remove(step)
-            if self.kept(step):
-                continue
-            reason = self.obstacle(step)
-            if reason:
-                print(f"put off: {step.name}, {reason}", flush=True)
-            else:
-                self.running[step] = self.launch(step), time.monotonic()
+            try:
+                reason = None if self.kept(step) else self.obstacle(step)
+                if reason:
+                    self.put_off.append(step.name)
+                    print(f"put off: {step.name}, {reason}", flush=True)
+                elif not self.kept(step):
+                    self.launch(step)
+            except (OSError, PatchproofError) as error:
+                self.fail(step, str(error))
 
     def kept(self, step: Step) -> bool:
         return finished(self.results / step.name) and limit_of(self.results / step.name) == step.limit
@@ -81,24 +88,24 @@ class Work:
     def obstacle(self, step: Step) -> str | None:
         """Why it cannot be done."""
         folder = self.runs / step.name
-        if step.after and not (self.runs / step.after / "checkpoint-last").is_dir():
-            return f"since its network is not below {self.runs}; to train it anew, give another --results"
         if step.after and not any(finished(root / step.after) for root in (self.runs, self.results)):
             return "since its network is not trained to the end"
+        if step.after and not (self.runs / step.after / "checkpoint-last").is_dir():
+            return f"since its network is not below {self.runs}; to train it anew, give another --results"
         if (folder / "manifest.json").exists() and limit_of(folder) != step.limit:
             return f"since {folder} was begun with another --limit; remove it"
         if time.monotonic() + step.passes * self.processes / self.rate > self.ends:
             return "for lack of time"
         return None
 
-    def launch(self, step: Step) -> subprocess.Popen[bytes]:
+    def launch(self, step: Step) -> None:
+        """Out of reach of the terminal's signals: `stop` passes them on, once."""
         command = [*PROGRAM, *step.command(self.data, self.runs)]
         print(f"$ patchproof {' '.join(command[len(PROGRAM) :])}", flush=True)
-        if self.processes == 1:
-            return subprocess.Popen(command)
         self.log(step).parent.mkdir(parents=True, exist_ok=True)
-        with self.log(step).open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        with self.log(step).open("ab") if self.processes > 1 else nullcontext() as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.running[step] = process, time.monotonic()
 
     def log(self, step: Step) -> Path:
         return self.runs / "logs" / f"{step.name.replace('/', '-')}.log"
@@ -110,22 +117,35 @@ class Work:
             if code is None:
                 continue
             del self.running[step]
-            if code == 0:
-                keep(self.runs / step.name, self.results / step.name)
-                print(f"done: {step.name}, {time.monotonic() - started:.0f} s", flush=True)
-            else:
-                self.failed.append(step.name)
+            if code:
                 where = "" if self.processes == 1 else f"; {self.log(step)} says why"
-                print(f"failed: {step.name}, exit code {code}{where}", flush=True)
+                self.fail(step, f"exit code {code}{where}")
+                continue
+            try:
+                keep(self.runs / step.name, self.results / step.name)
+            except (OSError, PatchproofError) as error:
+                self.fail(step, str(error))
+            else:
+                self.done.append(step.name)
+                print(f"done: {step.name}, {time.monotonic() - started:.0f} s", flush=True)
+
+    def fail(self, step: Step, reason: str) -> None:
+        self.failed.append(step.name)
+        print(f"failed: {step.name}, {reason}", flush=True)
 
     def stop(self) -> None:
+        """A second signal does not stop the stopping."""
+        for number in SIGNALS if self.running else ():
+            signal.signal(number, signal.SIG_IGN)
         for process, _ in self.running.values():
             process.terminate()
+        ends = time.monotonic() + SECONDS_TO_STOP
         for process, _ in self.running.values():
             try:
-                process.wait(SECONDS_TO_STOP)
+                process.wait(max(0.0, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
 
 def keep(folder: Path, target: Path) -> None:
@@ -134,7 +154,7 @@ def keep(folder: Path, target: Path) -> None:
     (target / "results.json").unlink(missing_ok=True)
     lines = [name for name in ("records.jsonl", "log.jsonl") if (folder / name).exists()]
     if not lines:
-        raise SystemExit(f"{folder} has neither records nor a log; there is nothing to count its results from")
+        raise CheckError(f"{folder} has neither records nor a log; there is nothing to count its results from")
     for name in lines:
         (target / f"{name}.xz").write_bytes(lzma.compress((folder / name).read_bytes(), preset=9))
     shutil.copyfile(folder / "manifest.json", target / "manifest.json")
@@ -170,15 +190,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="number of steps at a time")
     parser.add_argument("--plan", action="store_true", help="print the commands and stop")
     arguments = parser.parse_args()
-    steps = [step for name in arguments.experiments for step in EXPERIMENTS[name]()]
-    steps = [step for step in steps if any(part in step.name for part in arguments.only.split(","))]
+    if arguments.processes < 1:
+        parser.error("--processes must be at least 1")
+    every = dict.fromkeys(step for name in arguments.experiments for step in EXPERIMENTS[name]())
+    steps = [step for step in every if any(part in step.name for part in arguments.only.split(","))]
     if arguments.plan:
         for step in steps:
             print(f"{step.passes:>12,}  {' '.join(step.command(arguments.data, arguments.runs))}")
         total = sum(step.passes for step in steps)
         print(f"{total:>12,}  passes, {total / arguments.rate / 60:.0f} minutes")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for number in SIGNALS:
+        signal.signal(number, _interrupt)
     places = arguments.data, arguments.runs, arguments.results
     ends = time.monotonic() + 60 * arguments.minutes
     try:
@@ -186,6 +209,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on")
         return 1
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

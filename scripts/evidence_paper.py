@@ -17,21 +17,25 @@ def paper_table(experiment: str, results: list[Result], *, patches: Sequence[str
     """Certified accuracy: ours on another network beside the paper's three."""
     shown = [r for r in pick(results, seed=0, native=False) if r.masks in (3, 6) and r.patch in patches]
     rows = []
+
+    def shown_patch(patch: str) -> tuple[str, ...]:
+        return (patch,) if len(patches) > 1 else ()
+
     for patch in patches:
         for strategy in [s for s in ORDER if pick(shown, strategy=s, patch=patch)]:
             for masks in (3, 6):
                 ours = cell(shown, strategy=strategy, patch=patch, masks=masks)
                 theirs = [paper_cell(experiment, family, strategy, patch, masks) for family in FAMILIES]
                 if ours:
-                    rows.append((patch, strategy, f"{masks}×{masks}", ours, *theirs))
+                    rows.append((*shown_patch(patch), strategy, f"{masks}×{masks}", ours, *theirs))
     columns = (
-        Column("patch"),
+        *map(Column, shown_patch("patch")),
         Column("strategy"),
         Column("masks"),
         Column("ours, EfficientNet-lite0"),
         *(Column(f"paper, {name}") for name in FAMILIES.values()),
     )
-    title = f"{TITLES[experiment]}, beside the paper's networks"
+    title = f"{TITLES[experiment]} at {' and '.join(patches)}, beside the paper's networks"
     return Table(f"{experiment}-paper", title, columns, tuple(rows), notes(shown))
 
 

@@ -53,17 +53,21 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
         words.append(f"{masks}×{masks} masks: {passes} passes an image, {seconds} s a certification.")
     words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
-    parts = sorted({(r.masks, r.certified.n) for r in results if r.certified.n < r.available})
+    parts = [r for r in results if r.certified.n < r.available]
     if parts and star:
-        sizes = sorted({n for _, n in parts})
-        listed = [_with_masks(n, [masks for masks, size in parts if size == n], alone=len(sizes) == 1) for n in sizes]
+        sizes = sorted({r.certified.n for r in parts})
+        listed = [_part(size, [r for r in parts if r.certified.n == size], alone=len(sizes) == 1) for size in sizes]
         words.append(f"* an evenly spread part of the images: {', '.join(listed)} of {results[0].available:,}.")
     return (" ".join(words),)
 
 
-def _with_masks(count: int, masks: Sequence[int], *, alone: bool) -> str:
-    sets = " and ".join(f"{m}×{m}" for m in sorted(set(masks)))
-    return f"{count:,}" if alone else f"{count:,} ({sets} masks)"
+def _part(size: int, results: Sequence[Result], *, alone: bool) -> str:
+    """`2,000 (14px, 35px with 6×6 masks)`."""
+    if alone:
+        return f"{size:,}"
+    masks = sorted({r.masks for r in results})
+    sets = [f"{', '.join(sorted({r.patch for r in results if r.masks == m}))} with {m}×{m} masks" for m in masks]
+    return f"{size:,} ({'; '.join(sets)})"
 
 
 def _between(values: Sequence[float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -151,16 +152,71 @@ def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator,
     if sure > 1:
         assert value.max() < 1e-6
     exact, fast = (g.flatten(1) / g.flatten(1).abs().amax(dim=1, keepdim=True) for g in (exact, fast))
+    assert fast.dtype == torch.float32
     assert functional.cosine_similarity(exact, fast).min() > alike
     assert all(weight.grad is None for weight in classifier.parameters())
 
 
-class Overflows(reference.Curved):
-    """Answers, but its gradient is infinite at one pixel and not a number at another."""
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e37])
+def test_a_slope_of_any_size_is_carried_exactly(generator, size):
+    views = Views.of(None, (6, 7), torch.device("cpu"))
+    classifier, labels = reference.Curved((6, 7), 3, generator), torch.zeros(3, dtype=torch.int64)
+    images = torch.rand(3, 2, 6, 7, generator=generator)
+    aim = Aim(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool), labels)
+    lens = Lens(classifier, views, pp.Engine())
+    found, plain = (
+        lens.gradient(images, labels, aim, lambda logits, labels, _aim, by=by: by * logits[:, 0, 0])[1]
+        for by in (size, 1.0)
+    )
+    torch.testing.assert_close(found / size, plain)
 
+
+class Broken(torch.autograd.Function):
+    """The images; on the way back an infinite slope at one pixel and none at another."""
+
+    @staticmethod
+    def forward(ctx, images):
+        return images.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        slope = slope.clone()
+        slope[:, 0, 0, 0], slope[:, 0, 0, 1] = torch.inf, torch.nan
+        return slope
+
+
+class Watched(torch.autograd.Function):
+    """The images; on the way back it notes which arithmetic is allowed."""
+
+    allowed: ClassVar[list[tuple[bool, bool]]] = []
+
+    @staticmethod
+    def forward(ctx, images):
+        return images.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        Watched.allowed.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        return slope
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", False), ("tf32", True)])
+def test_the_way_back_is_in_the_arithmetic_asked_for(generator, precision, allowed):
+    Watched.allowed.clear()
+    curved = reference.Curved((6, 7), 3, generator)
+    lens = Lens(
+        lambda images: curved(Watched.apply(images)),
+        Views.of(None, (6, 7), torch.device("cpu")),
+        pp.Engine(precision=precision),
+    )
+    aim = Aim(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool), torch.tensor([0]))
+    lens.gradient(torch.rand(1, 2, 6, 7, generator=generator), aim.wrong, aim, lambda logits, *_: logits[:, 0, 0])
+    assert Watched.allowed == [(allowed, allowed)]
+
+
+class Overflows(reference.Curved):
     def __call__(self, images):
-        broken = images[:, 0, 0, :2].sub(images[:, 0, 0, :2].detach()).abs().sqrt() * torch.tensor([1.0, 0.0])
-        return super().__call__(images) + broken.sum(dim=1, keepdim=True)
+        return super().__call__(Broken.apply(images))
 
 
 def test_a_pixel_without_a_gradient_keeps_still_and_the_others_climb(generator):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from patchproof.cli import build_app
+from patchproof.types import CheckError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -28,7 +28,8 @@ folder.mkdir(parents=True, exist_ok=True)
 limit = int(words[words.index("--limit") + 1]) if "--limit" in words else None
 (folder / "manifest.json").write_text(json.dumps({"config": {"limit": limit}}))
 if "slow" in folder.name:
-    signal.signal(signal.SIGTERM, lambda *_: (note("stop"), os._exit(1)))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in folder.name else lambda *_: (note("stop"), os._exit(1)))
+    note("listen")
     time.sleep(60)
 time.sleep(0.2)
 if "crash" in folder.name:
@@ -37,7 +38,8 @@ if "fail" in folder.name:
     sys.exit(3)
 (folder / "checkpoint-last").mkdir()
 (folder / "records.jsonl").write_text("a record")
-(folder / "results.json").write_text(json.dumps({"status": "complete"}))
+whole = {"images": {"done": 3, "planned": 4 if "partly" in folder.name else 3}}
+(folder / "results.json").write_text(json.dumps({"status": "complete"} if "train" in folder.name else whole))
 note("end")
 """
 """In place of `patchproof`: it writes what a run writes, and says when."""
@@ -94,7 +96,8 @@ def test_a_step_that_fails_is_tried_once_and_the_others_go_on(evidence, tmp_path
     assert sorted(name for what, name in diary(tmp_path) if what == "begin") == ["other", f"train-{end}"]
     said = capsys.readouterr().out
     assert f"failed: a/train-{end}, exit code {3 if end == 'fail' else -9}" in said
-    assert "put off: a/certify, since its network is not below" in said
+    assert "put off: a/certify, since its network is not trained to the end" in said
+    assert "1 done, 1 failed, 1 put off" in said
     assert (tmp_path / "results/a/other/results.json").exists()
     assert not (tmp_path / f"results/a/train-{end}").exists()
 
@@ -118,44 +121,101 @@ def test_results_that_were_cut_off_are_not_results(evidence, tmp_path, damage):
     (tmp_path / "results/a/certify/results.json").write_text(damage)
     (tmp_path / "runs").rename(tmp_path / "away")
     assert work(evidence, tmp_path, [one]).run() == 0
-    assert json.loads((tmp_path / "results/a/certify/results.json").read_text()) == {"status": "complete"}
+    assert evidence.finished(tmp_path / "results/a/certify")
+
+
+def test_results_come_last_and_old_ones_go_first(evidence, tmp_path, monkeypatch):
+    one = step(evidence, "certify", tmp_path)
+    assert work(evidence, tmp_path, [one]).run() == 0
+    monkeypatch.setattr(evidence.lzma, "compress", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        evidence.keep(tmp_path / "runs/a/certify", tmp_path / "results/a/certify")
+    assert not (tmp_path / "results/a/certify/results.json").exists()
+    again = work(evidence, tmp_path, [one])
+    (tmp_path / "runs").rename(tmp_path / "away")
+    assert again.run() == 1, "one step fails, the others would go on"
+    assert again.failed == ["a/certify"]
+
+
+def test_a_run_that_is_not_whole_is_gone_on_with(evidence, tmp_path):
+    assert work(evidence, tmp_path, [step(evidence, "certify-partly", tmp_path)]).run() == 0
+    assert not evidence.finished(tmp_path / "results/a/certify-partly")
+
+
+def test_a_network_is_certified_only_if_it_is_there_and_trained_to_the_end(evidence, tmp_path, capsys):
+    certify = step(evidence, "certify", tmp_path, after="a/train")
+    (tmp_path / "runs/a/train/checkpoint-last").mkdir(parents=True)
+    assert work(evidence, tmp_path, [certify]).run() == 0
+    assert "since its network is not trained to the end" in capsys.readouterr().out
+    (tmp_path / "runs/a").rename(tmp_path / "away")
+    (tmp_path / "results/a/train").mkdir(parents=True)
+    (tmp_path / "results/a/train/results.json").write_text('{"status": "complete"}')
+    assert work(evidence, tmp_path, [certify]).run() == 0
+    assert "to train it anew, give another --results" in capsys.readouterr().out
+    assert diary(tmp_path) == []
 
 
 def test_results_without_records_are_not_kept(evidence, tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(SystemExit, match="nothing to count"):
+    with pytest.raises(CheckError, match="nothing to count"):
         evidence.keep(tmp_path / "run", tmp_path / "kept")
     assert not (tmp_path / "kept/results.json").exists()
 
 
 def test_what_does_not_fit_into_the_time_is_put_off(evidence, tmp_path, capsys):
-    long = evidence.Step("a/long", ("certify", "--diary", str(tmp_path / "diary")), 10**9)
-    steps = [long, step(evidence, "short", tmp_path)]
-    assert work(evidence, tmp_path, steps, ends=time.monotonic() + 30).run() == 0
+    words = ("certify", "--diary", str(tmp_path / "diary"))
+    steps = [evidence.Step("a/long", words, 400_000), evidence.Step("a/short", words, 100_000)]
+    plan = {"processes": 2, "rate": 10_000.0, "ends": time.monotonic() + 60}  # each has half of the rate
+    assert work(evidence, tmp_path, steps, **plan).run() == 0
     assert diary(tmp_path) == [("begin", "short"), ("end", "short")]
     assert "put off: a/long, for lack of time" in capsys.readouterr().out
 
 
-def test_a_signal_stops_every_step(evidence, tmp_path):
-    """The whole script in a process of its own, with two steps that take a minute."""
+def alive(program: Path) -> list[bytes]:
+    """The commands of processes that run this program."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:  # it has just ended
+            continue
+    return [command for command in found if str(program).encode() in command]
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "slow"), (signal.SIGINT, "slow-deaf")])
+def test_a_signal_stops_every_step(evidence, tmp_path, number, name):
+    """The whole script in a process of its own, with steps that take a minute, or do not listen either; each experiment
+    is named twice, and its steps are done once."""
     words = ("certify", "--diary", str(tmp_path / "diary"))
     program = f"""
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 import evidence
-evidence.PROGRAM = {evidence.PROGRAM!r}
-evidence.EXPERIMENTS["demo"] = lambda: [evidence.Step(f"a/slow{{n}}", {words!r}, 1) for n in range(3)]
-sys.argv = ["evidence", "demo", "--data", "d", "--runs", "runs", "--results", "results", "--processes", "2"]
+evidence.PROGRAM, evidence.SECONDS_TO_STOP = {evidence.PROGRAM!r}, 1.0
+evidence.EXPERIMENTS["demo"] = lambda: [evidence.Step(f"a/{name}{{n}}", {words!r}, 1) for n in range(3)]
+sys.argv = ["evidence", "demo", "demo", "--data", "d", "--runs", "runs", "--results", "results", "--processes", "2"]
 sys.exit(evidence.main())
 """
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     ends = time.monotonic() + 60
-    while len(diary(tmp_path)) < 2 and time.monotonic() < ends:
+    while [what for what, _ in diary(tmp_path)].count("listen") < 2 and time.monotonic() < ends:
         time.sleep(0.05)
-    time.sleep(0.5)  # for them to listen
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 1
-    assert sorted(diary(tmp_path)) == [("begin", "slow0"), ("begin", "slow1"), ("stop", "slow0"), ("stop", "slow1")]
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "stopped; the same command goes on" in said
+    begun = [who for what, who in diary(tmp_path) if what == "begin"]
+    assert sorted(begun) == [f"{name}0", f"{name}1"]
+    stopped = [who for what, who in diary(tmp_path) if what == "stop"]
+    assert sorted(stopped) == ([] if "deaf" in name else sorted(begun))
+    assert not alive(tmp_path / "pretended.py")
+
+
+def test_less_than_one_process_is_refused(evidence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evidence", "imagenet", "--data", "d", "--processes", "0"])
+    with pytest.raises(SystemExit):
+        evidence.main()
+    assert "--processes must be at least 1" in capsys.readouterr().err
 
 
 def test_every_planned_command_is_one_that_exists(evidence, tmp_path):

@@ -80,6 +80,9 @@ Loss = Callable[[Tensor, Tensor, Aim], Tensor]
 candidate's loss depends on its own copies alone."""
 
 
+LARGEST = 100
+"""Slopes are scaled by at most two to this power, which float32 holds."""
+
 PARTS = (4, 2, 1)
 """On a GPU, passes with gradients are filled up to these parts of one: for a new number of copies kernels are chosen
 anew."""
@@ -208,9 +211,10 @@ def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
     """The slope in the logits, carried back to the pixels of each copy.
 
     It travels as a number near 1, whatever its size: where a network is sure, the slope of its cross-entropy is too
-    small for fp16. Powers of two cost no digit. What overflows on the way tells nothing, and counts as 0.
+    small for fp16. Powers of two cost no digit. A pixel whose slope overflows on the way keeps still.
     """
-    size = torch.ldexp(torch.ones_like(slope[:, :1]), slope.abs().amax(dim=1, keepdim=True).frexp().exponent)
+    exponent = slope.abs().amax(dim=1, keepdim=True).frexp().exponent.clamp(-LARGEST, LARGEST)
+    size = torch.ldexp(torch.ones_like(slope[:, :1]), exponent)
     carried = None
     if logits.requires_grad:
         (carried,) = torch.autograd.grad(logits, copies, slope / size, allow_unused=True)
@@ -219,4 +223,4 @@ def _carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
             "the classifier passes no gradient to its input, so a gradient attack cannot use it; "
             "leave out torch.no_grad and detach, or write an attack that needs no gradient"
         )
-    return carried.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * size[:, :, None, None]
+    return (carried * size[:, :, None, None]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
