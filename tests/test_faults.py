@@ -124,8 +124,8 @@ def stopped_half_way(commands: Server, job: Job, folder: Path) -> None:
 # --- killed --------------------------------------------------------------------------------------------------------
 
 KILLS = [
-    ("certify", signal.SIGKILL, 3),
-    ("certify", signal.SIGTERM, 2),
+    ("certify", signal.SIGKILL, 2),
+    ("certify", signal.SIGTERM, 1),
     ("train", signal.SIGKILL, 2),
     pytest.param("train", signal.SIGTERM, 12, marks=slow),
     pytest.param("train", signal.SIGKILL, 30, marks=slow),
