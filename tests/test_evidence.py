@@ -192,7 +192,8 @@ import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 import evidence
 evidence.PROGRAM, evidence.SECONDS_TO_STOP = {evidence.PROGRAM!r}, 1.0
-evidence.EXPERIMENTS["demo"] = lambda: [evidence.Step(f"a/{{n}}", {words!r}, 1) for n in ("slow", "slow-deaf", "slower")]
+NAMES = "slow", "slow-deaf", "slower"
+evidence.EXPERIMENTS["demo"] = lambda: [evidence.Step(f"a/{{n}}", {words!r}, 1) for n in NAMES]
 sys.argv = ["evidence", "demo", "demo", "--data", "d", "--runs", "runs", "--results", "results", "--processes", "2"]
 sys.exit(evidence.main())
 """
