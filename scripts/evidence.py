@@ -73,11 +73,13 @@ class Work:
                 continue
             self.waiting.remove(step)
             try:
-                reason = None if self.kept(step) else self.obstacle(step)
+                if self.kept(step):
+                    continue
+                reason = self.obstacle(step)
                 if reason:
                     self.put_off.append(step.name)
                     print(f"put off: {step.name}, {reason}", flush=True)
-                elif not self.kept(step):
+                else:
                     self.launch(step)
             except (OSError, PatchproofError) as error:
                 self.fail(step, str(error))
@@ -102,7 +104,7 @@ class Work:
         """Out of reach of the terminal's signals: `stop` passes them on, once."""
         command = [*PROGRAM, *step.command(self.data, self.runs)]
         print(f"$ patchproof {' '.join(command[len(PROGRAM) :])}", flush=True)
-        self.log(step).parent.mkdir(parents=True, exist_ok=True)
+        (self.runs / "logs").mkdir(parents=True, exist_ok=True)
         with self.log(step).open("ab") if self.processes > 1 else nullcontext() as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             self.running[step] = process, time.monotonic()
