@@ -22,7 +22,7 @@ from faults import Server  # noqa: E402
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=24)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=20)
 
 
 FORKING = ("test_faults.py", "test_cli_processes.py", "test_cli_train.py", "test_cli_attack.py")

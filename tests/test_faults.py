@@ -126,7 +126,7 @@ def stopped_half_way(commands: Server, job: Job, folder: Path) -> None:
 KILLS = [
     ("certify", signal.SIGKILL, 2),
     ("certify", signal.SIGTERM, 1),
-    ("train", signal.SIGKILL, 2),
+    ("train", signal.SIGKILL, 1),
     pytest.param("train", signal.SIGTERM, 12, marks=slow),
     pytest.param("train", signal.SIGKILL, 30, marks=slow),
     pytest.param("certify", signal.SIGTERM, 20, marks=slow),
