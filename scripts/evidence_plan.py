@@ -152,7 +152,8 @@ def cifar10() -> Iterator[Step]:
         native = ("--threat-space", "native")
         for masks in (3, 6):
             for patch in ("35px", "14px"):
-                yield certification(name, weights, "cifar10", patch, masks, images=10_000, limit=2_500)
+                limit = 2_000 if (patch, masks) == ("14px", 6) else 2_500  # rates above 72% need no more for ±2 points
+                yield certification(name, weights, "cifar10", patch, masks, images=10_000, limit=limit)
             for patch in ("5px", "2px"):
                 yield certification(
                     f"{name}/native", weights, "cifar10", patch, masks, images=10_000, limit=2_500, extra=native
