@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from evidence_records import Result, pick
+from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, notes, rate_text, spread
 from matplotlib.axes import Axes
-from scipy import stats
 
 from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
 from patchproof.report._tables import Column, Table
@@ -91,13 +90,6 @@ def rivals_table(results: list[Result]) -> Table:
     return Table(
         "imagenette-rivals", "ImageNette at 3%: greedy against the others", columns, tuple(rows), (words, *found)
     )
-
-
-def paired(one: Result, other: Result) -> tuple[int, int, int, float, str]:
-    common = one.images & other.images
-    only, lost = len((one.proven - other.proven) & common), len((other.proven - one.proven) & common)
-    chance = stats.binomtest(only, only + lost).pvalue if only + lost else 1.0
-    return len(common), only, lost, 100 * (only - lost) / len(common), f"{chance:.1g}"
 
 
 def masks_table(results: list[Result]) -> Table:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 from patchproof.records import ACCURACIES, ATTACK_ACCURACIES, Rate
 
 
@@ -257,3 +259,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 def pick(results: Iterable[Result], **wanted: object) -> list[Result]:
     return [r for r in results if all(getattr(r, name) == value for name, value in wanted.items())]
+
+
+def paired(one: Result, other: Result) -> tuple[int, int, int, float, str]:
+    """On the images both looked at: how many there are, how many only the one certifies and only the other does, the
+    difference in points, and the p of the exact McNemar test."""
+    common = one.images & other.images
+    only, lost = len((one.proven - other.proven) & common), len((other.proven - one.proven) & common)
+    chance = stats.binomtest(only, only + lost).pvalue if only + lost else 1.0
+    return len(common), only, lost, 100 * (only - lost) / len(common), f"{chance:.1g}"

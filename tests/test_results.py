@@ -128,6 +128,42 @@ def test_a_native_patch_is_compared_on_the_same_images_only(rebuild):
     assert name not in rebuild.native_values([usual, fewer])
 
 
+def test_every_run_of_a_network_is_of_that_network():
+    """Certified on several days, for several patches: the weights in the manifests are the same."""
+    seen: dict[str, set[str]] = {}
+    for path in RESULTS.rglob("manifest.json"):
+        made = json.loads(path.read_text("utf-8"))
+        if made["command"] != "train":
+            experiment, run = path.relative_to(RESULTS).parts[:2]
+            seen.setdefault(f"{experiment}-{run}", set()).add(made["identity"]["weights_sha256"])
+    for path in (RESULTS / "campaign").glob("*.json"):
+        made = json.loads(path.read_text("utf-8"))["manifest"]
+        seen[f"{path.stem}-seed0"].add(made["identity"]["weights_sha256"])
+    assert [name for name, weights in seen.items() if len(weights) != 1] == []
+    assert len(set.union(*seen.values())) == len(seen), "two networks have the same weights"
+
+
+def test_the_gap_is_counted_on_the_same_images(rebuild):
+    table = (RESULTS / "tables" / "imagenette-gap.csv").read_text("utf-8").splitlines()
+    rows = {tuple(line.split(",")[:2]): line.split(",")[2:] for line in table[1:]}
+    assert len(rows) == 6
+    for (masks, patch), (ours, *theirs) in rows.items():
+        name = f"certify-{patch.replace('%', 'percent')}-{masks.replace('×', 'x')}"
+        greedy, cutout = (
+            {r["index"]: r["certified"] for r in records(RESULTS / "imagenette" / f"{s}-seed0" / name)}
+            for s in ("greedy", "cutout")
+        )
+        both = greedy.keys() & cutout.keys()
+        assert float(ours) == pytest.approx(100 * sum(greedy[i] - cutout[i] for i in both) / len(both), abs=0.051)
+        paper = rebuild.paper_values()
+        for family, gap in zip(("resnet", "vit", "convnext"), theirs, strict=True):
+            ends = [
+                float(paper[f"paper/imagenette-{family}-{s}/{patch}/{masks[0]}"].rstrip("%"))
+                for s in ("greedy", "cutout")
+            ]
+            assert float(gap) == pytest.approx(ends[0] - ends[1], abs=0.051)
+
+
 def test_a_folder_without_results_is_no_run(rebuild, tmp_path):
     shutil.copytree(ROOT / "results" / RUN, tmp_path / RUN)
     assert len(rebuild.read(tmp_path)) == 1
