@@ -3,6 +3,8 @@
     python scripts/evidence.py imagenette cifar10 imagenet --data DATA --plan
     python scripts/evidence.py imagenette --data DATA --results my-results --processes 5 --minutes 30
 
+    python scripts/evidence.py fashion                      # on a CPU, with the embedded images
+
 DATA holds `imagenette2-160/{train,val}`, `cifar10/{train,test}` and `imagenet-val-1000/val` as class folders. `--plan`
 only prints the commands and their forward passes. What is finished is skipped, what was cut off is resumed, and a step
 that would not fit into the minutes left is put off. Each finished run is copied to `--results`: manifest, results, and
@@ -183,7 +185,7 @@ def limit_of(folder: Path) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--runs", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--results", type=Path, default=Path("runs/evidence-results"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
