@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def underrated(found: torch.Tensor) -> dict[str, dict[str, float]]:
     def few_images() -> torch.Tensor:
         return found[:4, torch.randperm(found.shape[1], generator=generator)[:32]].amax()
 
-    samples = {
+    samples: dict[str, Callable[[], torch.Tensor]] = {
         "4 copies of each of 32 images": few_images,
         "128 copies of different images": lambda: copies(128),
         "512 copies of different images": lambda: copies(512),

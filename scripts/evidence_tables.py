@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from evidence_records import Attacked, Onslaught, Result, pick
 
 from patchproof.records import ATTACK_ACCURACIES, Rate
-from patchproof.report._tables import Column, Table
+from patchproof.report._tables import Cell, Column, Table
 from patchproof.training import STRATEGIES
 
 ORDER = list(STRATEGIES)
@@ -157,7 +157,7 @@ def native_table(results: list[Result]) -> Table:
 
 def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
     """certified ≤ robust ≤ attacked ≤ defended, by strategy and mask set."""
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for run in sorted(runs, key=lambda r: (ORDER.index(r.strategy), r.masks)):
         shares = [rate_text(run.rates[name]) for name in ATTACK_ACCURACIES]
         rows.append((run.strategy, f"{run.masks}×{run.masks}", run.rates["certified"].n, *shares, run.broken))

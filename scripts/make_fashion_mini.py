@@ -48,7 +48,7 @@ def check_md5(folder: Path) -> None:
 
 def chosen_arrays(folder: Path, per_class: dict[str, int]) -> dict[str, np.ndarray]:
     """The first `per_class` images of each class in each split, in the order of the published files."""
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for split, prefix in PREFIXES.items():
         labels = read_idx(unzipped(folder, f"{prefix}-labels-idx1-ubyte"))
         images = read_idx(unzipped(folder, f"{prefix}-images-idx3-ubyte"))
