@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, notes, rate_text, spread
 from matplotlib.axes import Axes
@@ -37,33 +35,6 @@ def seeds_table(results: list[Result]) -> Table:
     )
     shown = [r for r in results if r.patch == "3%" and r.masks in (3, 6) and r.strategy in {row[0] for row in rows}]
     return Table("imagenette-seeds", "ImageNette: spread over seeds", columns, tuple(rows), notes(shown))
-
-
-def headline_table(results: list[Result]) -> Table:
-    """Certified at 3% in short: the mean over seeds, and from the lowest to the highest where there are several."""
-    rows = []
-    for strategy in [s for s in ORDER if pick(results, strategy=s, patch="3%")]:
-        some = pick(results, strategy=strategy, patch="3%")
-        base = pick(some, masks=3)
-        if base:
-            clean = [statistics.mean(100 * r.rates[name].rate for r in base) for name in ("undefended", "defended")]
-            proven = [spread(pick(some, masks=masks)) for masks in (3, 6)]
-            rows.append((strategy, len(base), base[0].training.passes if base[0].training else 0, *clean, *proven))
-    names = (
-        "fine-tuned on",
-        "seeds",
-        "extra passes",
-        "undefended",
-        "defended",
-        "certified, 3×3",
-        "certified, 6×6",
-    )
-    words = (
-        "Percent of the 3,925 validation images, any patch of 3% of the image, defended with 3×3 masks; for one seed "
-        "± half of the 95% interval, for several the mean (lowest–highest)."
-    )
-    shown = [r for r in pick(results, patch="3%") if r.masks in (3, 6)]
-    return Table("headline", "ImageNette", tuple(map(Column, names)), tuple(rows), (words, *notes(shown)))
 
 
 def rivals_table(results: list[Result]) -> Table:

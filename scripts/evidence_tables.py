@@ -33,8 +33,9 @@ def setting_columns(patches: Sequence[str], masks: Sequence[int]) -> list[tuple[
     return [(patch, count) for count in masks for patch in patches]
 
 
+BESIDE = "One thread a run, beside other work on two cores, so times are upper bounds."
 SHARED = "Up to ten runs shared the GPU at a time, so times are upper bounds and not to be compared."
-CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "imagenet"), SHARED)
+CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "imagenet"), SHARED) | {"fashion": BESIDE}
 """What the records cannot know about how an experiment was run."""
 
 
@@ -115,6 +116,30 @@ def spread(results: Sequence[Result]) -> str | None:
         return rate_text(results[0].certified) + star
     rates = [100 * r.certified.rate for r in results]
     return f"{statistics.mean(rates):.1f} ({min(rates):.1f}–{max(rates):.1f}){star}"
+
+
+def seeds_and_strategies_table(key: str, title: str, results: list[Result], words: str) -> Table:
+    """For one patch, in short: the mean over seeds, and from the lowest to the highest where there are several."""
+    rows = []
+    for strategy in [s for s in ORDER if pick(results, strategy=s)]:
+        some = pick(results, strategy=strategy)
+        base = pick(some, masks=3)
+        if base:
+            clean = [statistics.mean(100 * r.rates[name].rate for r in base) for name in ("undefended", "defended")]
+            proven = [spread(pick(some, masks=masks)) for masks in (3, 6)]
+            rows.append((strategy, len(base), base[0].training.passes if base[0].training else 0, *clean, *proven))
+    names = (
+        "fine-tuned on",
+        "seeds",
+        "extra passes",
+        "undefended",
+        "defended",
+        "certified, 3×3",
+        "certified, 6×6",
+    )
+    words += " Defended with 3×3 masks; for one seed ± half of the 95% interval, for several the mean (lowest–highest)."
+    shown = [r for r in results if r.masks in (3, 6)]
+    return Table(key, title, tuple(map(Column, names)), tuple(rows), (words, *notes(shown)))
 
 
 def grid_table(key: str, title: str, results: list[Result]) -> Table:

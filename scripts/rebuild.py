@@ -19,7 +19,6 @@ from typing import Any
 
 from evidence_imagenette import (
     curves,
-    headline_table,
     masks_table,
     rivals_table,
     seeds_table,
@@ -34,6 +33,7 @@ from evidence_tables import (
     grid_table,
     native_table,
     sandwich_table,
+    seeds_and_strategies_table,
     setting_columns,
     strategies_table,
 )
@@ -41,6 +41,7 @@ from evidence_tables import (
 from patchproof.report._tables import Table, csv_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image."
 DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
 
 
@@ -57,7 +58,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         table_1 = [r for r in nette if r.strategy in ("cutout", "rand", "greedy")]
         tables.append(strategies_table("imagenette", "ImageNette, EfficientNet-lite0", shown, settings, main=("3%", 3)))
         tables += [
-            headline_table(nette),
+            seeds_and_strategies_table("headline", "ImageNette", pick(nette, patch="3%"), HEADLINE),
             seeds_table(nette),
             rivals_table(nette),
             paper_table("imagenette", nette, patches=("3%",)),
@@ -82,6 +83,10 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
     demo = pick(results, experiment="demo")
     if demo:
         tables += [demo_table(demo), demo_masks_table(demo)]
+    fashion = pick(results, experiment="fashion")
+    if fashion:
+        words = f"Percent of {fashion[0].available:,} test images, any 5×5 patch."
+        tables.append(seeds_and_strategies_table("fashion", "Fashion-MNIST, the network of make demo", fashion, words))
     net = pick(results, experiment="imagenet")
     if net:
         tables.append(grid_table("imagenet", "ImageNet, 1,000 validation images, pretrained as it is", net))
