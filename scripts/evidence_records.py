@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
 
@@ -29,7 +31,7 @@ class Training:
 
     @property
     def passes(self) -> int:
-        """Extra passes an image, forward and backward, as the paper counts them."""
+        """Extra passes an image, forward and backward, of all its copies."""
         return self.forwards + self.backwards
 
 
@@ -235,6 +237,7 @@ def _in_the_middle(records: list[dict[str, Any]], masks: dict[str, Any]) -> floa
     return statistics.mean(bool(middle & set(pair)) for pair in failing) if failing else None
 
 
+@cache
 def training(path: Path) -> Training:
     manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
     return Training(
@@ -261,10 +264,25 @@ def pick(results: Iterable[Result], **wanted: object) -> list[Result]:
     return [r for r in results if all(getattr(r, name) == value for name, value in wanted.items())]
 
 
-def paired(one: Result, other: Result) -> tuple[int, int, int, float, str]:
-    """On the images both looked at: how many there are, how many only the one certifies and only the other does, the
-    difference in points, and the p of the exact McNemar test."""
+class Paired(NamedTuple):
+    """Two certifications on the images both looked at: how many only the one proves, and only the other."""
+
+    images: int
+    only: int
+    lost: int
+    points: float
+    p: str
+    """Of the exact two-sided McNemar test."""
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95% interval of `points`, by the normal approximation."""
+        difference = (self.only - self.lost) / self.images
+        return 196 * math.sqrt(((self.only + self.lost) / self.images - difference**2) / self.images)
+
+
+def paired(one: Result, other: Result) -> Paired:
     common = one.images & other.images
     only, lost = len((one.proven - other.proven) & common), len((other.proven - one.proven) & common)
     chance = stats.binomtest(only, only + lost).pvalue if only + lost else 1.0
-    return len(common), only, lost, 100 * (only - lost) / len(common), f"{chance:.1g}"
+    return Paired(len(common), only, lost, 100 * (only - lost) / len(common), f"{chance:.1g}")

@@ -126,8 +126,10 @@ def seeds_and_strategies_table(key: str, title: str, results: list[Result], word
         base = pick(some, masks=3)
         if base:
             clean = [statistics.mean(100 * r.rates[name].rate for r in base) for name in ("undefended", "defended")]
-            proven = [spread(pick(some, masks=masks)) for masks in (3, 6)]
-            rows.append((strategy, len(base), base[0].training.passes if base[0].training else 0, *clean, *proven))
+            sets = [pick(some, masks=masks) for masks in (3, 6)]
+            seeds = " and ".join(dict.fromkeys(str(len(found)) for found in sets if found))
+            passes = base[0].training.passes if base[0].training else 0
+            rows.append((strategy, seeds, passes, *clean, *map(spread, sets)))
     names = (
         "fine-tuned on",
         "seeds",
@@ -209,7 +211,16 @@ def campaign_table(found: Sequence[Onslaught]) -> Table:
         (o.network, o.setting, o.defense, o.seen, o.tried, o.broken, f"{o.passes / o.tried:,.0f}", o.seconds / 60)
         for o in found
     ]
-    names = ("network", "patch", "defence", "images", "certified and attacked", "broken", "passes an image", "minutes")
+    names = (
+        "network",
+        "patch",
+        "defence",
+        "images",
+        "certified and attacked",
+        "broken",
+        "passes an attacked image",
+        "minutes",
+    )
     words = [
         *_effort_notes(found),
         "A broken defence is attacked until enough of its images fall, or for a quarter of the time.",

@@ -42,6 +42,8 @@ from patchproof.report._tables import Table, csv_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image."
+IN_TABLE_1 = ("cutout", "rand", "greedy")
+"""What the paper has for every patch."""
 DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
 
 
@@ -55,14 +57,15 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
     if nette:
         settings = setting_columns(("1%", "2%", "3%"), (3, 6))
         shown = [r for r in nette if r.masks in (3, 6)]
-        table_1 = [r for r in nette if r.strategy in ("cutout", "rand", "greedy")]
+        table_1 = [r for r in nette if r.strategy in IN_TABLE_1]
         tables.append(strategies_table("imagenette", "ImageNette, EfficientNet-lite0", shown, settings, main=("3%", 3)))
         tables += [
             seeds_and_strategies_table("headline", "ImageNette", pick(nette, patch="3%"), HEADLINE),
             seeds_table(nette),
             rivals_table(nette),
-            paper_table("imagenette", nette, patches=("3%",)),
-            paper_table("imagenette", table_1, patches=("2%", "1%"), key="paper-smaller"),
+            paper_table("imagenette-paper", "imagenette", nette, patches=("3%",)),
+            paper_table("imagenette-paper-smaller", "imagenette", table_1, patches=("2%", "1%")),
+            paper_table("imagenette-clean", "imagenette", table_1, patches=("3%", "2%", "1%"), name="defended"),
             gap_table(nette),
             masks_table(nette),
         ]
@@ -77,7 +80,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         usual = pick(cifar, native=False)
         tables += [
             strategies_table("cifar10", "CIFAR-10 at 224", usual, settings, main=("35px", 3)),
-            paper_table("cifar10", usual, patches=("35px", "14px")),
+            paper_table("cifar10-paper", "cifar10", usual, patches=("35px", "14px")),
             native_table(cifar),
         ]
     demo = pick(results, experiment="demo")
@@ -96,7 +99,8 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
 def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
-    same of the weakest seed against the strongest, and `imagenette/resnet-greedy/…` how far below the paper's ResNet.
+    same of the weakest seed against the strongest and `…/greedy-at-most-over-cutout/…` of the strongest against the
+    weakest, and `imagenette/resnet-greedy/…` how far below the paper's ResNet.
     See `native_values`, `first_seed_values` and `paper_values` for the others."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
@@ -111,9 +115,11 @@ def values(results: list[Result]) -> dict[str, str]:
         for (e2, s2, p2, m2), other in means.items():
             if (e2, p2, m2) == (e, p, m) and s2 != s:
                 found[f"{e}/{s}-{s2}/{p}/{m}"] = points(mean - other)
-                found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(smallest_lead(results, (e, p, m), s, s2))
+                least, most = leads(results, (e, p, m), s, s2)
+                found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(least)
+                found[f"{e}/{s}-at-most-over-{s2}/{p}/{m}"] = points(most)
     for (e, s, p, m), mean in means.items():
-        theirs = paper_cell(e, "resnet", s, p, m)
+        theirs = paper_cell(e, "resnet", s, p, m, "certified")
         if theirs is not None:
             found[f"{e}/resnet-{s}/{p}/{m}"] = points(theirs - mean)
     return found | native_values(results) | first_seed_values(results) | paper_values()
@@ -121,15 +127,18 @@ def values(results: list[Result]) -> dict[str, str]:
 
 def native_values(results: list[Result]) -> dict[str, str]:
     """`cifar10/native-greedy/5px/3` is what is certified for a patch of the camera's image, and
-    `cifar10/greedy-native/35px~5px/3` what that is less than a patch of the enlarged one, on the same images."""
+    `cifar10/greedy-native/35px-5px/3` what that is less than for a patch of the enlarged one; with `~` for `-`, where
+    both looked at the same images."""
     found = {}
     for real in pick(results, native=True, seed=0):
         name = f"{real.experiment}/native-{real.strategy}/{real.patch}/{real.masks}"
         found[name] = f"{100 * real.certified.rate:.1f}%"
         for usual in pick(results, experiment=real.experiment, strategy=real.strategy, masks=real.masks, native=False):
+            less = f"{real.experiment}/{real.strategy}-native/{usual.patch}{{}}{real.patch}/{real.masks}"
+            if usual.seed == 0:
+                found[less.format("-")] = points(100 * (usual.certified.rate - real.certified.rate))
             if usual.seed == 0 and usual.images == real.images:
-                less = f"{real.experiment}/{real.strategy}-native/{usual.patch}~{real.patch}/{real.masks}"
-                found[less] = points(paired(usual, real)[3])
+                found[less.format("~")] = points(paired(usual, real).points)
     return found
 
 
@@ -147,24 +156,25 @@ def first_seed_values(results: list[Result]) -> dict[str, str]:
         if one.training:
             found[f"{name}-loss"] = f"{one.training.last_loss:.3f}"
         for other in pick(first, experiment=one.experiment, patch=one.patch):
-            if other.masks == one.masks:
-                where = f"{one.patch}/{one.masks}"
-                found[f"{name}~{other.strategy}/{where}"] = points(paired(one, other)[3])
-                found[f"{name}~{other.strategy}-p/{where}"] = paired(one, other)[4]
-            elif other.strategy == one.strategy:
-                found[f"{name}/{one.patch}/{one.masks}~{other.masks}"] = points(paired(one, other)[3])
+            if other.masks == one.masks and other is not one:
+                pair, where = paired(one, other), f"{one.patch}/{one.masks}"
+                found[f"{name}~{other.strategy}/{where}"] = points(pair.points)
+                found[f"{name}~{other.strategy}-p/{where}"] = pair.p
+            elif other.strategy == one.strategy and other is not one:
+                found[f"{name}/{one.patch}/{one.masks}~{other.masks}"] = points(paired(one, other).points)
                 found[f"{name}/{one.patch}/{one.masks}:{other.masks}"] = f"{one.passes / other.passes:.0f}"
     return found
 
 
 def attack_values(attacks: list[Attacked], campaigns: list[Onslaught]) -> dict[str, str]:
-    """`attack/imagenette/greedy/undefended_attacked` is one of the accuracies of an attack; `campaign/tried` and
-    `campaign/broken` count certified images of double masking in all campaigns."""
-    found = {
-        f"attack/{run.experiment}/{run.strategy}/{name}": f"{100 * rate.rate:.0f}%"
-        for run in attacks
-        for name, rate in run.rates.items()
-    }
+    """`attack/imagenette/greedy/3%/3/undefended_attacked` is one of the accuracies of an attack, with its interval;
+    `campaign/tried` and `campaign/broken` count certificates of double masking in all campaigns."""
+    found = {}
+    for run in attacks:
+        for name, rate in run.rates.items():
+            low, high = rate.interval
+            words = f"{100 * rate.rate:.0f}% ({100 * low:.0f}–{100 * high:.0f}%)"
+            found[f"attack/{run.experiment}/{run.strategy}/{run.patch}/{run.masks}/{name}"] = words
     true = [one for one in campaigns if one.defense == "double masking"]
     sums = {name: sum(getattr(one, name) for one in true) for name in ("tried", "broken")}
     return found | {f"campaign/{name}": f"{number:,}" for name, number in sums.items()}
@@ -174,12 +184,12 @@ def points(difference: float) -> str:
     return f"{difference:.1f}".replace("-", "−")
 
 
-def smallest_lead(results: list[Result], where: tuple[str, str, int], one: str, other: str) -> float:
-    """The weakest seed of one strategy against the strongest of another, in points."""
+def leads(results: list[Result], where: tuple[str, str, int], one: str, other: str) -> tuple[float, float]:
+    """The weakest seed of one strategy against the strongest of another, and the other way round, in points."""
     experiment, patch, masks = where
     same = pick(results, experiment=experiment, patch=patch, masks=masks, native=False)
-    rates = {s: [100 * r.certified.rate for r in pick(same, strategy=s)] for s in (one, other)}
-    return min(rates[one]) - max(rates[other])
+    ours, theirs = ([100 * r.certified.rate for r in pick(same, strategy=s)] for s in (one, other))
+    return min(ours) - max(theirs), max(ours) - min(theirs)
 
 
 def filled(text: str, tables: dict[str, str], numbers: dict[str, str]) -> str:

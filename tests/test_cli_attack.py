@@ -62,7 +62,8 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
         assert attacked["margin"] == pytest.approx(certified["margin"], abs=1e-4)
         assert attacked["certified"] <= attacked["attacked"] <= attacked["defended"]
         assert attacked["undefended_attacked"] <= attacked["undefended"]
-        assert (attacked["place"] is None) == attacked["attacked"]
+        fell = attacked["defended"] and not attacked["attacked"]
+        assert (attacked["place"] is not None, attacked["attacked_label"] is not None) == (fell, fell)
     found = results("a")
     for name in ATTACK_ACCURACIES:
         assert (found[name]["k"], found[name]["n"]) == (sum(r[name] for r in records("a")), 20)

@@ -73,7 +73,11 @@ def test_a_run_leaves_checkpoints_a_log_and_results(data, tmp_path):
         assert classifier.class_names == ("dark", "light")
     manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
     assert manifest["search"] == {"forwards": 25, "backwards": 0}
-    assert run(["certify", "--weights", "r/checkpoint-best", "--dataset", str(data), "--output", "c"]) == 0
+    assert run(["certify", "--weights", "r/checkpoint-last", "--dataset", str(data), "--output", "c"]) == 0
+    certified = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert (
+        results["weights_sha256"] == certified["identity"]["weights_sha256"] != manifest["identity"]["weights_sha256"]
+    )
 
 
 def kill_after(commands: Server, steps: int, data: Path, folder: Path, *arguments: str) -> bool:

@@ -112,14 +112,15 @@ def _attack_rows(
 
 def _attack_record(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackRecord:
     outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
-    broken = behind is not None and bool(behind.broken)
-    place = behind.places[0] if behind is not None and broken else None
+    fell = behind if behind is not None and bool(behind.broken) else None
+    by_patch = fell if record.defended else None  # a clean image that is answered wrongly needs no patch
+    place = None if by_patch is None else by_patch.places[0]
     return AttackRecord(
         **vars(record),
         undefended_attacked=None if alone is None else not bool(alone.broken),
-        attacked=None if behind is None else not broken,
+        attacked=None if behind is None else fell is None,
         place=None if place is None else (place.top, place.left, place.height, place.width),
-        attacked_label=int(behind.predictions) if behind is not None and broken else None,
+        attacked_label=None if by_patch is None else int(by_patch.predictions),
         passes=sum(int(outcome.passes) for outcome in outcomes),
         queries=sum(int(outcome.queries) for outcome in outcomes),
     )
