@@ -2,8 +2,7 @@
 
     python scripts/evidence.py imagenette cifar10 imagenet --data DATA --plan
     python scripts/evidence.py imagenette --data DATA --results my-results --processes 5 --minutes 30
-
-    python scripts/evidence.py fashion                      # on a CPU, with the embedded images
+    OMP_NUM_THREADS=1 python scripts/evidence.py fashion --processes 2 --rate 4000      # on a CPU, with embedded images
 
 DATA holds `imagenette2-160/{train,val}`, `cifar10/{train,test}` and `imagenet-val-1000/val` as class folders. `--plan`
 only prints the commands and their forward passes. What is finished is skipped, what was cut off is resumed, and a step
@@ -185,7 +184,7 @@ def limit_of(folder: Path) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="+", choices=EXPERIMENTS)
-    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--data", type=Path, help="needed for all but `fashion`")
     parser.add_argument("--runs", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--results", type=Path, default=Path("runs/evidence-results"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -194,6 +193,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="number of steps at a time")
     parser.add_argument("--plan", action="store_true", help="print the commands and stop")
     arguments = parser.parse_args()
+    if arguments.data is None and arguments.experiments != ["fashion"]:
+        parser.error("--data is needed: the folder with imagenette2-160, cifar10 and imagenet-val-1000")
     if arguments.processes < 1:
         parser.error("--processes must be at least 1")
     every = dict.fromkeys(step for name in arguments.experiments for step in EXPERIMENTS[name]())

@@ -53,7 +53,8 @@ def gap_table(results: list[Result]) -> Table:
     columns = (Column("masks"), Column("patch"), Column("our images"), *OURS_AND_THEIRS)
     title = "ImageNette: certified by greedy, above cutout (points)"
     some = [r for r in shown if r.strategy in ("cutout", "greedy")]
-    return Table("imagenette-gap", title, columns, tuple(rows), notes(some, star=False))
+    words = "± half of the 95% interval of the difference on the same images (normal approximation)."
+    return Table("imagenette-gap", title, columns, tuple(rows), (words, *notes(some, star=False)))
 
 
 def paper_gap(family: str, patch: str, masks: int) -> float | None:

@@ -52,11 +52,11 @@ def training(
     words = f"train --model tf_efficientnet_lite0 --weights zoo --dataset DATA/{dataset} --strategy {strategy}"
     words += f" --seed {seed} --epochs {epochs} --precision bf16 --keep-decoded --workers 16 --validation-images 100"
     searching = ("--compile",) if strategy.startswith(("greedy", "grid")) else ()
-    passes = images * epochs * passes_of_training(strategy, side=224)
+    passes = images * epochs * passes_of_training_on_one(strategy, side=224)
     return Step(name, (*words.split(), *extra, *searching), passes)
 
 
-def passes_of_training(strategy: str, *, side: int) -> int:
+def passes_of_training_on_one(strategy: str, *, side: int) -> int:
     """For one image: the strategy's search, and the update."""
     copies = 2 if strategy in TWO_COPIES else 1
     search = masking_strategy(strategy, image_size=(side, side), generator=torch.Generator())
@@ -179,11 +179,11 @@ def fashion_network(strategy: str, seed: int, *, sets: tuple[int, ...]) -> Itera
     """As in `make demo`, certified on all 1,000 test images."""
     start, name, epochs = f"fashion/start-seed{seed}/train", f"fashion/{strategy}-seed{seed}", 3
     words = small_training(strategy, seed, f"RUNS/{start}/checkpoint-last", epochs=epochs, learning_rate=0.05)
-    passes = 5_000 * epochs * passes_of_training(strategy, side=28)
+    passes = 5_000 * epochs * passes_of_training_on_one(strategy, side=28)
     yield Step(f"{name}/train", words, passes, after=start)
     threat = PatchThreat.square(image_size=(28, 28), pixels=5)
     for masks in sets:
-        certify = f"certify --weights RUNS/{name}/train/checkpoint-last --patch 5px --masks {masks}"
+        certify = f"certify --weights RUNS/{name}/train/checkpoint-last --patch 5px --masks {masks} --device cpu"
         passes = 1_000 * len(covering_masks(threat, per_axis=masks).unions)
         yield Step(f"{name}/certify-5px-{masks}x{masks}", tuple(certify.split()), passes, after=f"{name}/train")
 
@@ -193,7 +193,7 @@ def small_training(strategy: str, seed: int, weights: str, *, epochs: int, learn
         f"train --model small --weights {weights} --strategy {strategy} --seed {seed} --epochs {epochs} --limit 5000"
     )
     words += f" --learning-rate {learning_rate} --schedule cosine --warmup-epochs 0.5 --weight-decay 5e-4"
-    return tuple(f"{words} --validation-images 200".split())
+    return tuple(f"{words} --validation-images 200 --device cpu".split())
 
 
 def attacked() -> Iterator[Step]:

@@ -127,9 +127,9 @@ def seeds_and_strategies_table(key: str, title: str, results: list[Result], word
         if base:
             clean = [statistics.mean(100 * r.rates[name].rate for r in base) for name in ("undefended", "defended")]
             sets = [pick(some, masks=masks) for masks in (3, 6)]
-            seeds = " and ".join(dict.fromkeys(str(len(found)) for found in sets if found))
+            fewer = f" (6×6: {len(sets[1])})" if sets[1] and len(sets[1]) != len(base) else ""
             passes = base[0].training.passes if base[0].training else 0
-            rows.append((strategy, seeds, passes, *clean, *map(spread, sets)))
+            rows.append((strategy, f"{len(base)}{fewer}", passes, *clean, *map(spread, sets)))
     names = (
         "fine-tuned on",
         "seeds",

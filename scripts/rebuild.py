@@ -156,11 +156,13 @@ def first_seed_values(results: list[Result]) -> dict[str, str]:
         if one.training:
             found[f"{name}-loss"] = f"{one.training.last_loss:.3f}"
         for other in pick(first, experiment=one.experiment, patch=one.patch):
-            if other.masks == one.masks and other is not one:
+            if other is one:
+                continue
+            if other.masks == one.masks:
                 pair, where = paired(one, other), f"{one.patch}/{one.masks}"
                 found[f"{name}~{other.strategy}/{where}"] = points(pair.points)
                 found[f"{name}~{other.strategy}-p/{where}"] = pair.p
-            elif other.strategy == one.strategy and other is not one:
+            elif other.strategy == one.strategy:
                 found[f"{name}/{one.patch}/{one.masks}~{other.masks}"] = points(paired(one, other).points)
                 found[f"{name}/{one.patch}/{one.masks}:{other.masks}"] = f"{one.passes / other.passes:.0f}"
     return found
@@ -170,13 +172,14 @@ def attack_values(attacks: list[Attacked], campaigns: list[Onslaught]) -> dict[s
     """`attack/imagenette/greedy/3%/3/undefended_attacked` is one of the accuracies of an attack, with its interval;
     `campaign/tried` and `campaign/broken` count certificates of double masking in all campaigns."""
     found = {}
-    for run in attacks:
+    for run in [run for run in attacks if run.seed == 0]:
         for name, rate in run.rates.items():
             low, high = rate.interval
             words = f"{100 * rate.rate:.0f}% ({100 * low:.0f}–{100 * high:.0f}%)"
             found[f"attack/{run.experiment}/{run.strategy}/{run.patch}/{run.masks}/{name}"] = words
     true = [one for one in campaigns if one.defense == "double masking"]
     sums = {name: sum(getattr(one, name) for one in true) for name in ("tried", "broken")}
+    sums["networks"] = len({one.network for one in true})
     return found | {f"campaign/{name}": f"{number:,}" for name, number in sums.items()}
 
 

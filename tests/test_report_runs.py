@@ -205,6 +205,8 @@ def test_weights_that_changed_since_are_doubted_and_never_another_strategys(real
     checkpoint = tmp_path / "t" / "cutout" / "checkpoint-last"
     (checkpoint / "model.safetensors").unlink()
     named = replace(run, facts=replace(run.facts, weights=str(checkpoint)))
+    assert find_trainings([named], []) == [Training("cutout", "cutout", 0)]  # results.json knows what they were
+    (tmp_path / "t" / "cutout" / "results.json").unlink()
     (found,) = find_trainings([named], load_runs([tmp_path / "t" / "greedy"])[1])
     assert found.strategy == "cutout"
     assert "but the weights there are gone or not those of the run" in found.doubt

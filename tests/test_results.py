@@ -130,18 +130,19 @@ def test_a_native_patch_is_compared_on_the_same_images_only(rebuild):
 
 def test_all_that_was_certified_and_attacked_of_a_network_is_of_the_same_weights():
     """On several days, for several patches; and no two networks of an experiment have the same."""
-    seen: dict[str, set[str]] = {}
+    seen: dict[tuple[str, str], set[str]] = {}
     for path in RESULTS.rglob("manifest.json"):
         made = json.loads(path.read_text("utf-8"))
         if made["command"] != "train":
             experiment, run = path.relative_to(RESULTS).parts[:2]
-            seen.setdefault(f"{experiment}-{run}", set()).add(made["identity"]["weights_sha256"])
+            seen.setdefault((experiment, run), set()).add(made["identity"]["weights_sha256"])
     for path in (RESULTS / "campaign").glob("*.json"):
         made = json.loads(path.read_text("utf-8"))["manifest"]
-        seen[f"{path.stem}-seed0"].add(made["identity"]["weights_sha256"])
+        experiment, strategy = path.stem.split("-")
+        seen[experiment, f"{strategy}-seed0"].add(made["identity"]["weights_sha256"])
     assert [name for name, weights in seen.items() if len(weights) != 1] == []
-    for experiment in {name.split("-")[0] for name in seen}:
-        own = [weights for name, weights in seen.items() if name.split("-")[0] == experiment]
+    for experiment in {experiment for experiment, _ in seen}:
+        own = [weights for (one, _), weights in seen.items() if one == experiment]
         assert len(set.union(*own)) == len(own), experiment
 
 

@@ -112,13 +112,13 @@ def _attack_rows(
 
 def _attack_record(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackRecord:
     outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
-    fell = behind if behind is not None and bool(behind.broken) else None
-    by_patch = fell if record.defended else None  # a clean image that is answered wrongly needs no patch
+    broken = behind is not None and bool(behind.broken)
+    by_patch = behind if broken and record.defended else None  # a wrong answer to the clean image needs no patch
     place = None if by_patch is None else by_patch.places[0]
     return AttackRecord(
         **vars(record),
         undefended_attacked=None if alone is None else not bool(alone.broken),
-        attacked=None if behind is None else fell is None,
+        attacked=None if behind is None else not broken,
         place=None if place is None else (place.top, place.left, place.height, place.width),
         attacked_label=None if by_patch is None else int(by_patch.predictions),
         passes=sum(int(outcome.passes) for outcome in outcomes),

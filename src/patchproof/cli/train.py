@@ -32,7 +32,7 @@ from patchproof.cli.certify import Run
 from patchproof.config import CertifyConfig, TrainConfig, parse_batch_size, parse_patches
 from patchproof.data import FolderSource, ImageSource, spread_indices
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.models import ImageClassifier, checkpoint_sha256, match_labels, save_checkpoint
+from patchproof.models import ImageClassifier, match_labels, save_checkpoint, weights_sha256
 from patchproof.recipes import find_recipe
 from patchproof.records import RunFolder
 from patchproof.training import Plan, paper_learning_rate, require_strategy
@@ -133,7 +133,8 @@ class TrainRun:
             if self.accelerator.is_main_process:
                 for doubt in self._changes(manifest["identity"]):
                     raise CheckError(doubt)
-                results["weights_sha256"] = checkpoint_sha256(self.folder.path / "checkpoint-last")
+                self.shipped.load_state_dict(self.trainer.weights())
+                results["weights_sha256"] = weights_sha256(self.shipped)
                 self.folder.write_results(results)
         self.accelerator.end_training()
         return results

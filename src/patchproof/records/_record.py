@@ -57,7 +57,8 @@ class AttackRecord(Record):
     """A record with what attacks did to the image: is the answer still right under every patch tried?
 
     None where nothing was tried. `place` (top, left, height, width) and `attacked_label` belong to the patch that
-    changed a right defended answer, and are None if there is none. `passes` counts the copies the attacks looked at, `queries` the answers they asked for.
+    changed a right answer of the defence, and are None if none did. `passes` counts the copies the attacks looked at,
+    `queries` the answers they asked for.
     """
 
     undefended_attacked: bool | None = None

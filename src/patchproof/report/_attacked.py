@@ -121,5 +121,6 @@ def bounds_picture(runs: Sequence[CertifyRun]) -> Picture:
 
 
 def changed(run: CertifyRun) -> list[AttackRecord]:
-    """The images whose defended answer a patch changed, certified ones first."""
-    return sorted((r for r in run.attacks if r.place is not None), key=lambda r: (not r.broken, r.index))
+    """The images whose right defended answer a patch changed, certified ones first."""
+    fell = (r for r in run.attacks if r.place is not None and r.defended)
+    return sorted(fell, key=lambda r: (not r.broken, r.index))

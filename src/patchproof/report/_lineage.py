@@ -74,10 +74,13 @@ def _candidates(run: CertifyRun, trained: Sequence[TrainRun]) -> Iterator[tuple[
 
 
 def _sha256(checkpoint: Path) -> str | None:
+    """Of the weights there; if they are gone, what a finished training wrote down of its last ones."""
     try:
         return checkpoint_sha256(checkpoint)
     except (PatchproofError, OSError):
-        return None
+        results = json_object(checkpoint.parent / "results.json") if checkpoint.name == CHECKPOINTS[0] else None
+        noted = look(results or {}, "weights_sha256")
+        return noted if isinstance(noted, str) else None
 
 
 def _train_manifest(folder: Path) -> Mapping[str, Any]:
