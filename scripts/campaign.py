@@ -7,23 +7,27 @@ none; the other answers by the paper's wording ("none or more than one disagreed
 by the usual check, and gets a quarter of the time, or less if `--enough` of them break sooner; double masking gets the
 rest. Images come in a random order, the same for a seed, so that those reached in the time are a fair sample. The
 counts are written after every batch. They depend on the machine's speed; with `--limit 40 --minutes 600` on a CPU they
-do not. Exit code 1 if a certified image of double masking breaks, or if a broken defence does not.
+do not. Exit code 1 if a certified image of double masking breaks, or if a broken defence does not. Such an image is
+kept, with its patch and both label tables, in a folder beside the output (`campaign-broken/INDEX`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from patchproof.attacks import Attacked, AttackPlan, attack_in_turn, defended_attacks
+from patchproof.attacks.gradient import PlaceSearch
+from patchproof.cli._breaks import save_break
 from patchproof.cli._manifest import manifest
 from patchproof.cli._setup import Setup, checked, sample_pixels
 from patchproof.cli._show import SECONDS_BETWEEN_LINES
@@ -32,11 +36,13 @@ from patchproof.config import AttackConfig
 from patchproof.data import iterate_batches
 from patchproof.defenses import PatchCleanser
 from patchproof.defenses.patchcleanser import majority_label
+from patchproof.evaluation import Break
 from patchproof.geometry import MaskSet
 from patchproof.masking import as_images, two_mask_labels
-from patchproof.records import dump_json, write_atomically
-from patchproof.types import PatchproofError
+from patchproof.records import AttackRecord, dump_json, write_atomically
+from patchproof.types import PatchproofError, Precision
 
+DOUBLE_MASKING = "double masking"
 Batches = Iterable[tuple[list[int], Tensor, Tensor]]
 """(indices, images, labels)."""
 
@@ -88,6 +94,10 @@ class Tally:
     breaks: list[dict[str, Any]] = field(default_factory=list)
 
 
+def forget(_index: int, _found: Attacked, _image: Tensor) -> None:
+    """That a defence broken on purpose breaks is not worth a folder."""
+
+
 def attack_certified(
     defense: PatchCleanser,
     batches: Batches,
@@ -97,9 +107,10 @@ def attack_certified(
     seconds: float = float("inf"),
     enough: int | None = None,
     note: Callable[[Tally], None] = lambda _tally: None,
+    keep: Callable[[int, Attacked, Tensor], None] = forget,
 ) -> Tally:
     """Attack the images this defence certifies until the time is over, the images are, or `enough` are broken; `note`
-    is told after every batch."""
+    is told after every batch, and `keep` of every image that broke."""
     tally, started = Tally(), time.monotonic()
     attacks = defended_attacks(
         defense.classifier, defense, defense.threat, defense.masks, plan=plan, engine=defense.engine
@@ -111,6 +122,8 @@ def attack_certified(
             chosen = [indices[row] for row in rows.tolist()]
             found = attack_in_turn(attacks, images[rows], labels[rows], seed=seed, indices=chosen)
             _count(tally, found, chosen)
+            for row in torch.nonzero(found.broken)[:, 0].tolist():
+                keep(chosen[row], found[row], images[rows][row])
         tally.seconds = round(time.monotonic() - started, 1)
         note(tally)
         if tally.seconds > seconds or (enough is not None and tally.broken >= enough):
@@ -140,8 +153,10 @@ def image_batches(run: Run, setup: Setup, size: int, *, seed: int) -> Iterator[t
 
 def parse_arguments(tokens: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("weights", "model", "dataset", "patch", "device", "precision", "image_size", "place_search"):
+    for name in ("weights", "model", "dataset", "patch", "device", "image_size"):
         parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(AttackConfig(), name))
+    parser.add_argument("--precision", default=AttackConfig().precision, choices=get_args(Precision))
+    parser.add_argument("--place-search", default=AttackConfig().place_search, choices=get_args(PlaceSearch))
     for name in ("masks", "steps", "restarts", "places", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(AttackConfig(), name))
     parser.add_argument("--step-size", type=float, default=AttackConfig().step_size)
@@ -152,7 +167,10 @@ def parse_arguments(tokens: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--enough", type=int, default=5)
     parser.add_argument("--images-at-once", type=int, default=16)
     parser.add_argument("--output", type=Path, default=Path("campaign.json"))
-    return parser.parse_args(tokens)
+    arguments = parser.parse_args(tokens)
+    if not (arguments.minutes > 0 and math.isfinite(arguments.minutes)):
+        parser.error(f"--minutes must be a positive number, not {arguments.minutes}")
+    return arguments
 
 
 @dataclass
@@ -176,6 +194,10 @@ class Report:
             self.said = time.monotonic()
 
 
+def broken_folder(arguments: argparse.Namespace) -> Path:
+    return arguments.output.with_name(f"{arguments.output.stem}-broken")
+
+
 def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
     own = {name: getattr(arguments, name) for name in ("minutes", "enough", "images_at_once")}
     flags = {name: value for name, value in vars(arguments).items() if name not in own and name != "output"}
@@ -187,6 +209,19 @@ def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
     made_with = manifest(config, setup, run.source, run.indices, drift) | {"command": "campaign"}
     report = Report(arguments.output, {"title": run.title, "campaign": own, "manifest": made_with})
 
+    def keep(index: int, found: Attacked, image: Tensor) -> None:
+        place = found.places[0]
+        record = AttackRecord(
+            index,
+            run.source.path(index),
+            int(found.labels),
+            certified=True,
+            attacked=False,
+            place=(place.top, place.left, place.height, place.width),
+            attacked_label=int(found.predictions),
+        )
+        save_break(broken_folder(arguments), Break(record, image, found.images[0]), setup)
+
     def attack(name: str, defense: PatchCleanser, seconds: float, enough: int | None = None) -> None:
         batches = image_batches(run, setup, arguments.images_at_once, seed=config.seed)
         tally = attack_certified(
@@ -197,12 +232,13 @@ def run_campaign(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds=seconds,
             enough=enough,
             note=lambda tally: report.note(name, tally),
+            keep=keep if name == DOUBLE_MASKING else forget,
         )
         report.note(name, tally, done=True)
 
     for name, defense in broken_defenses(setup.defense).items():
         attack(name, defense, 15 * arguments.minutes, arguments.enough)
-    attack("double masking", setup.defense, end - time.monotonic())
+    attack(DOUBLE_MASKING, setup.defense, end - time.monotonic())
     return report.content
 
 
@@ -210,14 +246,14 @@ def main(tokens: list[str] | None = None) -> int:
     arguments = parse_arguments(tokens)
     try:
         results = run_campaign(arguments)
-    except PatchproofError as error:
+    except (PatchproofError, OSError) as error:
         sys.exit(f"campaign: {error}")
     toothless = [name for name in ("mask removed", "literal rule") if not results[name]["broken"]]
     for name in toothless:
         print(f"{name}: nothing was broken, so this campaign says little; give it more time, steps or places")
-    if results["double masking"]["broken"]:
-        print(f"double masking: certified images were broken; see {arguments.output}")
-    return 1 if toothless or results["double masking"]["broken"] else 0
+    if results[DOUBLE_MASKING]["broken"]:
+        print(f"{DOUBLE_MASKING}: certified images were broken; see {arguments.output} and {broken_folder(arguments)}")
+    return 1 if toothless or results[DOUBLE_MASKING]["broken"] else 0
 
 
 if __name__ == "__main__":

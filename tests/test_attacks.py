@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ CHEATS = {
     "infinite": ({"value": torch.inf}, "NaN or infinite"),
     "another type": ({"then": lambda x: x.double()}, "float64 .* for images of torch.float32"),
     "another shape": ({"then": lambda x: x[:, :, :7]}, r"shape \(2, 1, 7, 10\) for images of shape \(2, 1, 8, 10\)"),
-    "fewer images": ({"then": lambda x: x[:1]}, r"shape \(1, 1, 8, 10\)"),
+    "fewer images": ({"then": lambda x: x[:1]}, "passes and queries in 2 whole numbers"),
 }
 
 
@@ -142,6 +143,133 @@ def test_a_missing_place_is_refused():
 def test_the_check_cannot_be_replaced():
     with pytest.raises(TypeError, match="must not replace __call__"):
         type("Sly", (Plugin,), {"__call__": lambda self, *a, **k: None})
+    with pytest.raises(TypeError, match="must not replace __call__"):
+        type("Sly", (type("Mixin", (), {"__call__": lambda self, *a, **k: None}), Plugin), {})
+
+
+class Given(Plugin):
+    """Returns what it is given, whatever that is."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def search(self, images, labels, generators):
+        return self.make(self, images, torch.zeros(len(images), dtype=torch.int64))
+
+
+class TwoFaced:
+    """Clean when it is looked at first, white afterwards."""
+
+    def __init__(self, images, count):
+        self.looks, self.clean, self.places, self.passes, self.queries = 0, images, (PLACE,) * len(images), count, count
+
+    @property
+    def images(self):
+        self.looks += 1
+        return self.clean if self.looks == 1 else torch.ones_like(self.clean)
+
+
+class Wide(pp.Rect):
+    right = 10
+    bottom = 8
+
+
+class Lying(torch.Tensor):
+    """Says that it equals everything."""
+
+    def __ne__(self, other):
+        return torch.zeros(self.shape, dtype=torch.bool)
+
+    __hash__ = torch.Tensor.__hash__
+
+
+def raise_the_threat(attack, images, count):
+    attack.threat = pp.PatchThreat((8, 10), ((8, 10),))
+    return Patched(torch.ones_like(images), (pp.Rect(0, 0, 8, 10),) * len(images), count, count)
+
+
+HALF = SimpleNamespace(top=1.5, left=1, height=3, width=2)
+SLY = {
+    "another threat": (raise_the_threat, "a patch of 8×10 pixels, allowed is"),
+    "a wider place": (
+        lambda _, images, count: Patched(torch.ones_like(images), (Wide(1, 1, 3, 2),) * 2, count, count),
+        "74 pixels outside",
+    ),
+    "pixels that lie": (
+        lambda _, images, count: Patched(torch.ones_like(images).as_subclass(Lying), (PLACE,) * 2, count, count),
+        "74 pixels outside",
+    ),
+    "nothing": (lambda *_: None, "no proposal"),
+    "no places": (lambda _, images, count: Patched(images, None, count, count), "no proposal"),
+    "half a place": (lambda _, images, count: Patched(images, (HALF,) * 2, count, count), "no prop"),
+    "no counts": (lambda _, images, count: Patched(images, (PLACE,) * 2, None, count), "no proposal"),
+    "negative counts": (lambda _, images, count: Patched(images, (PLACE,) * 2, count - 1, count), "at least 0"),
+    "one count": (lambda _, images, count: Patched(images, (PLACE,) * 2, count, count.sum()), "2 whole numbers"),
+    "sparse images": (lambda _, images, count: Patched(images.to_sparse(), (PLACE,) * 2, count, count), "no proposal"),
+}
+
+
+@pytest.mark.parametrize("name", SLY)
+def test_whatever_a_plugin_returns_is_copied_and_checked(name):
+    make, message = SLY[name]
+
+    def unchecked(*arguments):  # the tests' own shape checks would stop some of these first
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Patched, "__init__", plain_init)
+            return make(*arguments)
+
+    with pytest.raises(CheckError, match=f"Given.*{message}"):
+        call(Given(unchecked))
+
+
+def plain_init(self, *values):
+    for name, value in zip(("images", "places", "passes", "queries"), values, strict=True):
+        object.__setattr__(self, name, value)
+
+
+def test_what_was_checked_is_what_is_asked():
+    found = call(Given(lambda _, images, count: TwoFaced(images, count)))
+    assert bool((found.images == 0.25).all())
+
+
+def test_the_target_of_before_the_search_answers_and_cannot_move_the_images():
+    class Vandal:
+        def predict(self, images):
+            images.fill_(1)
+            return torch.zeros(len(images), dtype=torch.int64)
+
+    def take_over(attack, images, count):
+        attack.target = Undefended(lambda images: images.flatten(1)[:, :3] * torch.nan)
+        return Patched(images, (PLACE,) * len(images), count, count)
+
+    attack = Given(take_over)
+    attack.target = Vandal()
+    found = call(attack)
+    assert not bool(found.broken.any())
+    assert bool((found.images == 0.25).all())
+    images = torch.full((2, 1, 8, 10), 0.25)
+    attack = Plugin()
+    attack.target = Vandal()
+    attack_in_turn([attack], images, torch.zeros(2, dtype=torch.int64), seed=0, indices=[0, 1])
+    assert bool((images == 0.25).all())
+
+
+def test_answers_of_another_shape_are_refused():
+    attack = Plugin()
+    attack.target = SimpleNamespace(predict=lambda images: torch.tensor(0))
+    with pytest.raises(CheckError, match=r"predict returned shape \(\) for 2 images"):
+        call(attack)
+
+
+def test_a_check_replaced_later_is_not_the_one_that_is_used(monkeypatch):
+    class Sly(Plugin):
+        pass
+
+    monkeypatch.setattr(Sly, "__call__", lambda *_, **__: pytest.fail("this one was used"))
+    images, labels = torch.full((1, 1, 8, 10), 0.25), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(CheckError, match="74 pixels outside"):
+        attack_in_turn([Sly(change=pp.Rect(0, 0, 8, 10))], images, labels, seed=0, indices=[0])
 
 
 def test_wrong_images_and_generators_are_named():
@@ -506,8 +634,8 @@ def test_certified_attacked_defended_image_by_image(sandwich):
     for record in found:
         assert record.certified <= record.attacked <= record.defended
         assert record.undefended_attacked <= record.undefended
-        assert (record.place is None) == record.attacked
-        assert (record.attacked_label is None) == record.attacked
+        fell = record.defended and not record.attacked
+        assert (record.place is not None, record.attacked_label is not None) == (fell, fell)
     counts = [sum(getattr(r, name) for r in found) for name in ("certified", "attacked", "defended")]
     assert 0 < counts[0] <= counts[1] < counts[2]
     assert sum(r.undefended_attacked for r in found) < sum(r.undefended for r in found)

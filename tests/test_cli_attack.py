@@ -195,6 +195,28 @@ def test_a_broken_certified_image_fails_the_run_and_is_kept(dark_photos, literal
             assert picture.size == tuple(reversed(pixels[name].shape[1:]))
 
 
+def test_a_certificate_broken_in_a_campaign_is_kept(dark_photos, literal_rule, capsys):
+    words = [*map(str, dark_photos[: dark_photos.index("--target")]), "--device", "cpu", "--output", "c.json"]
+    assert campaign.main(words) == 1
+    assert "double masking: certified images were broken; see c.json and c-broken" in capsys.readouterr().out
+    assert sorted(json.loads(Path("c.json").read_text())["double masking"]["indices"]) == [0, 1]
+    for index in (0, 1):
+        tables = json.loads(Path(f"c-broken/{index}/tables.json").read_text())
+        assert (tables["index"], tables["label"], tables["answer_to_patched"]) == (index, 0, 1)
+        assert np.all(np.array(tables["clean_table"]) == 0)
+        assert load_file(f"c-broken/{index}/pixels.safetensors")["patch"].shape == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(("--precision", "fp99"), "fp99"), (("--minutes", "nan"), "a positive number"), (("--minutes", "0"), "positive")],
+)
+def test_wrong_settings_of_a_campaign_are_named(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        campaign.main(list(flags))
+    assert message in capsys.readouterr().err
+
+
 def test_a_resumed_run_still_fails_for_what_broke_before(dark_photos, literal_rule, capsys):
     assert attack(*dark_photos, "--output", "r") == 1
     assert attack(*dark_photos, "--output", "r", "--resume") == 1

@@ -149,6 +149,18 @@ def test_a_run_without_checksums_is_read_and_gets_them(tmp_path):
     assert folder.sums_path.read_bytes() == sums
 
 
+def test_a_checksum_that_was_cut_short_is_removed_before_the_next_is_added(tmp_path):
+    """A full disk may stop a write after any byte of the first checksum of a batch."""
+    folder = RunFolder(tmp_path / "run")
+    begin(folder, [record(0)])
+    with folder.sums_path.open("a") as file:
+        file.write("1a2b")
+    assert folder.records() == [record(0)]
+    folder.append([record(1)])
+    assert folder.records(repair=False) == [record(0), record(1)]
+    assert [len(line) for line in folder.sums_path.read_text().splitlines()] == [8, 8]
+
+
 def test_a_damaged_line_is_refused_with_its_number_and_nothing_is_changed(tmp_path):
     folder = RunFolder(tmp_path / "run")
     begin(folder, [record(0), record(1), record(2)])

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -88,7 +89,7 @@ class Attack(ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if "__call__" in cls.__dict__:
+        if cls.__call__ is not Attack.__call__:
             raise TypeError(f"{cls.__name__} must not replace __call__, which checks what it returns; write `search`")
 
     @abstractmethod
@@ -108,15 +109,40 @@ class Attack(ABC):
         *,
         generators: Sequence[torch.Generator],
     ) -> Attacked:
-        """Search, check, and ask the target."""
-        _check_images(images, self.threat)
+        """Search, check, and ask the target: the target and the threat of before the search."""
+        target, threat, name = self.target, self.threat, type(self).__name__
+        _check_images(images, threat)
         if len(generators) != len(images):
             raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
-        found = self.search(images.clone(), labels.clone(), generators) if len(images) else _nothing(images)
-        check_patched(images, found, self.threat, name=type(self).__name__)
-        patched = found.images.detach().clone()
-        predictions = self.target.predict(patched) if len(images) else labels.clone()
-        return Attacked(patched, found.places, labels, predictions, found.passes, found.queries + 1)
+        proposal = self.search(images.clone(), labels.clone(), generators) if len(images) else _nothing(images)
+        found = _plain_copy(proposal, count=len(images), name=name)
+        check_patched(images, found, threat, name=name)
+        predictions = answers(target, found.images) if len(images) else labels.clone()
+        return Attacked(found.images, found.places, labels, predictions, found.passes, found.queries + 1)
+
+
+def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
+    """What the target says of a copy of the images, which stay as they are whatever it does."""
+    found = target.predict(images.clone())
+    if not isinstance(found, Tensor) or found.shape != (len(images),):
+        raise CheckError(f"{type(target).__name__}.predict returned {_shape(found)} for {len(images)} images")
+    return found
+
+
+def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
+    """The proposal, each part read once and copied into plain tensors and rectangles, which are then checked."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            images, passes, queries = (
+                part.detach().as_subclass(Tensor).clone() for part in (found.images, found.passes, found.queries)
+            )
+        places = tuple(Rect(*map(index, (p.top, p.left, p.height, p.width))) for p in found.places)
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
+    for counts in (passes, queries):
+        if counts.shape != (count,) or counts.dtype != torch.int64 or bool((counts < 0).any()):
+            raise CheckError(f"{name} must count passes and queries in {count} whole numbers of at least 0, int64")
+    return Patched(images, places, passes, queries)
 
 
 def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:

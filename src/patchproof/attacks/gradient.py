@@ -190,7 +190,8 @@ class _Best:
 
     def judge(self, candidates: _Candidates, value: Float[Tensor, " j"], wrong: Bool[Tensor, " j"]) -> None:
         self.queries.index_add_(0, candidates.owner, torch.ones_like(candidates.owner))
-        score = torch.where(wrong, torch.inf, value)
+        largest = torch.finfo(value.dtype).max
+        score = torch.where(wrong, torch.inf, value.clamp(max=largest))
         for row in candidates.owner.unique().tolist():
             mine = torch.nonzero(candidates.owner == row)[:, 0]
             pick = mine[score[mine].argmax()]

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchproof.attacks.base import Attack, Attacked, Target, Undefended, image_generator
+from patchproof.attacks.base import Attack, Attacked, Target, Undefended, answers, image_generator
 from patchproof.attacks.gradient import AttackPlan, GradientAttack
 from patchproof.attacks.losses import FakeUnanimity, Misclassify, WrongMajority
 from patchproof.geometry import MaskSet, PatchThreat, Rect
@@ -64,14 +64,14 @@ def attack_in_turn(
         if not len(rows):
             break
         generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
-        found = _merged(found, attack(images[rows], labels[rows], generators=generators), rows)
+        found = _merged(found, Attack.__call__(attack, images[rows], labels[rows], generators=generators), rows)
     return found
 
 
 def _unpatched(attack: Attack, images: Tensor, labels: Tensor) -> Attacked:
     none = torch.zeros_like(labels)
     place = Rect(0, 0, *attack.threat.patch_sizes[0])
-    predictions = attack.target.predict(images) if len(images) else labels.clone()
+    predictions = answers(attack.target, images) if len(images) else labels.clone()
     return Attacked(images.clone(), (place,) * len(images), labels, predictions, none, none + 1)
 
 

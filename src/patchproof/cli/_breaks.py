@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,8 +29,10 @@ def save_break(folder: Path, found: Break, setup: Setup) -> Path:
 
 def _tables(found: Break, setup: Setup) -> dict[str, Any]:
     """F(x ⊙ m0 ⊙ m1) for the clean and for the patched image, and what makes the numbers repeatable."""
-    both = torch.stack([found.image, found.patched])
-    clean, patched = two_mask_labels(setup.classifier, both, setup.masks, engine=setup.engine).tolist()
+    clean, patched = (  # each by itself: an image must not depend on its company, but this may be how it broke
+        two_mask_labels(setup.classifier, image[None], setup.masks, engine=setup.engine)[0].tolist()
+        for image in (found.image, found.patched)
+    )
     record = found.record
     return {
         "index": record.index,

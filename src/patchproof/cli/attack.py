@@ -23,7 +23,6 @@ from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
 from patchproof.masking import as_images
 from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Record, RunFolder, Tally, checked_prefix
-from patchproof.types import CheckError
 
 IMAGES_AT_ONCE = 16
 
@@ -119,12 +118,14 @@ class AttackRun:
                 planned, available = len(whole.indices), len(source)
                 results = tally.results(planned=planned, available=available, seconds=seconds, doubts=doubts)
                 self.folder.write_results(results)
-        for doubt in doubts:
-            raise CheckError(doubt)
+            for doubt in doubts:
+                self.folder.spoil(doubt)
         return results
 
     def _records_from(self, setup: Setup, done: int) -> Iterator[list[AttackRecord]]:
         """Records from position `done` on, in batches that always begin at the same positions, as in `certify`."""
+        if done == len(self.whole.indices):
+            return
         position = done - done % IMAGES_AT_ONCE
         batches = iterate_batches(
             self.whole.source,

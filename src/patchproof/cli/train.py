@@ -36,7 +36,7 @@ from patchproof.models import ImageClassifier, match_labels, save_checkpoint, we
 from patchproof.recipes import find_recipe
 from patchproof.records import RunFolder
 from patchproof.training import Plan, paper_learning_rate, require_strategy
-from patchproof.types import CheckError, InputError, Size
+from patchproof.types import InputError, Size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -132,7 +132,7 @@ class TrainRun:
             results = {"schema": 1, "status": "complete", "best": notes["best"], **notes}
             if self.accelerator.is_main_process:
                 for doubt in self._changes(manifest["identity"]):
-                    raise CheckError(doubt)
+                    self.folder.spoil(doubt)
                 self.shipped.load_state_dict(self.trainer.weights())
                 results["weights_sha256"] = weights_sha256(self.shipped)
                 self.folder.write_results(results)

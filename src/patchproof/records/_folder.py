@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from patchproof.records._files import (
     BEGIN_AGAIN,
@@ -35,6 +35,7 @@ class RunFolder:
         self.records_path = path / "records.jsonl"
         self.sums_path = path / "records.crc"
         self.results_path = path / "results.json"
+        self.spoiled_path = path / "spoiled.json"
 
     @contextlib.contextmanager
     def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
@@ -51,6 +52,7 @@ class RunFolder:
                 )
             else:
                 refuse_differences(stored, manifest, where=self.path)
+                self._refuse_spoiled()
             yield stored or manifest
 
     @contextlib.contextmanager
@@ -71,6 +73,16 @@ class RunFolder:
         if not is_whole(stored):
             raise CheckError(f"{self.manifest_path} is damaged: not what was written; {BEGIN_AGAIN}")
         return stored
+
+    def spoil(self, reason: str) -> NoReturn:
+        """What is in the folder cannot be trusted any more: fail, and let no later session go on with it."""
+        write_atomically(self.spoiled_path, dump_json({"reason": reason}))
+        raise CheckError(reason)
+
+    def _refuse_spoiled(self) -> None:
+        if self.spoiled_path.exists():
+            reason = read_json(self.spoiled_path).get("reason")
+            raise CheckError(f"{self.path} cannot be continued: in an earlier session {reason}")
 
     def _refuse_foreign(self) -> None:
         ours = (".lock", part_of(self.manifest_path).name)  # what a kill before the manifest was there has left
@@ -119,8 +131,9 @@ class RunFolder:
                     "then continue with --resume"
                 ) from error
             yield record
-        if repair and seen != sums:
-            write_atomically(self.sums_path, "".join(f"{one}\n" for one in seen))
+        whole = "".join(f"{one}\n" for one in seen)
+        if repair and self._sums_text() != whole:  # also where a write stopped in the middle of a checksum
+            write_atomically(self.sums_path, whole)
 
     def _lines(self, *, repair: bool) -> Iterator[bytes]:
         """The lines that have an end."""
@@ -133,10 +146,13 @@ class RunFolder:
 
     def _sums(self) -> list[str]:
         """The checksums of the lines, in their order; fewer than lines where the file was lost or is an older run's."""
+        return self._sums_text().split("\n")[:-1]
+
+    def _sums_text(self) -> str:
         try:
-            return self.sums_path.read_text("ascii", errors="replace").split("\n")[:-1]
+            return self.sums_path.read_text("ascii", errors="replace")
         except FileNotFoundError:
-            return []
+            return ""
 
     def _drop_unfinished_line(self) -> None:
         with self.records_path.open("r+b") as file:
