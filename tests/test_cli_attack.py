@@ -231,6 +231,7 @@ WRONG = [
     (("--target", "nobody"), '"nobody"'),
     (("--place-search", "luck"), '"luck"'),
     (("--stesp", 3), "Did you mean --steps"),
+    (("--target", "undefended", "--only-certified"), "leaves it alone; drop one"),
 ]
 
 

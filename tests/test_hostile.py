@@ -102,10 +102,11 @@ def test_the_pickle_of_these_tests_does_harm(tmp_path):
 @pytest.mark.parametrize("verb", ["certify", "predict", "attack", "train"])
 def test_pickles_are_refused_wherever_weights_are_read(photos, tmp_path, capsys, verb, name, with_torch):
     pickled(tmp_path / name, tmp_path / "harm", with_torch=with_torch)
-    data = {"predict": [str(photos)], "train": ["--dataset", str(photos), "--validation", str(photos / "..")]}
+    shutil.copytree(photos, tmp_path / "held out")
+    data = {"predict": [str(photos)], "train": ["--dataset", str(photos), "--validation", "held out"]}
     arguments = [verb, *data.get(verb, ["--dataset", str(photos)]), "--weights", name, "--device", "cpu"]
     assert run(arguments) == 2
-    assert_one_line(capsys.readouterr().err, "was refused|is damaged or cut short|validation")
+    assert_one_line(capsys.readouterr().err, "was refused|is damaged or cut short")
     assert not (tmp_path / "harm").exists()
 
 

@@ -23,6 +23,7 @@ from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
 from patchproof.masking import as_images
 from patchproof.records import ATTACK_ACCURACIES, AttackRecord, Record, RunFolder, Tally, checked_prefix
+from patchproof.types import InputError
 
 IMAGES_AT_ONCE = 16
 
@@ -86,6 +87,8 @@ class AttackRun:
 
     @classmethod
     def begin(cls, config: AttackConfig) -> AttackRun:
+        if config.only_certified and config.target == "undefended":
+            raise InputError("--only-certified is about the defence, and --target undefended leaves it alone; drop one")
         plan = AttackPlan(config.steps, config.restarts, config.places, config.step_size, config.place_search)
         whole = Run.begin(config)
         name = default_name(config, whole.source, whole.setup.classifier.architecture)
