@@ -113,7 +113,8 @@ def _attack_rows(
 def _attack_record(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackRecord:
     outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
     broken = behind is not None and bool(behind.broken)
-    by_patch = behind if broken and record.defended else None  # a wrong answer to the clean image needs no patch
+    # A wrong answer to the clean image needs no patch; if it is certified all the same, the case is kept as it is.
+    by_patch = behind if broken and (record.defended or record.certified) else None
     place = None if by_patch is None else by_patch.places[0]
     return AttackRecord(
         **vars(record),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import index
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -134,9 +134,10 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
     try:
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             images, passes, queries = (
-                part.detach().as_subclass(Tensor).clone() for part in (found.images, found.passes, found.queries)
+                Tensor.clone(Tensor.as_subclass(Tensor.detach(part), Tensor))
+                for part in (found.images, found.passes, found.queries)
             )
-        places = tuple(Rect(*map(index, (p.top, p.left, p.height, p.width))) for p in found.places)
+        places = tuple(Rect(*map(operator.index, (p.top, p.left, p.height, p.width))) for p in found.places)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
     for counts in (passes, queries):

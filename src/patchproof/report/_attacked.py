@@ -122,5 +122,5 @@ def bounds_picture(runs: Sequence[CertifyRun]) -> Picture:
 
 def changed(run: CertifyRun) -> list[AttackRecord]:
     """The images whose right defended answer a patch changed, certified ones first."""
-    fell = (r for r in run.attacks if r.place is not None and r.defended)
+    fell = (r for r in run.attacks if r.place is not None and (r.defended or r.broken))
     return sorted(fell, key=lambda r: (not r.broken, r.index))
