@@ -122,12 +122,21 @@ def imagenette_more() -> Iterator[Step]:
 
 
 def imagenette_one_epoch() -> Iterator[Step]:
-    """The searches through all 6×6 masks, which are too dear for ten epochs, first; beside them every other strategy."""
+    """The searches through all 6×6 masks, which are too dear for ten epochs, and beside them every other strategy; two
+    more seeds of `rand` and `greedy` show how much one epoch leaves to chance."""
     for strategy in (*TOO_DEAR, "greedy", *(s for s in CHOSEN if s != "greedy")):
-        name = f"imagenette-one-epoch/{strategy}-seed0"
-        yield training(f"{name}/train", "imagenette2-160", strategy, 0, images=9_469, epochs=1)
-        yield nette(strategy, 0, "3%", 3, experiment="imagenette-one-epoch")
-        yield nette(strategy, 0, "3%", 6, experiment="imagenette-one-epoch")
+        yield from one_epoch(strategy, 0, (3, 6))
+    for seed in (1, 2):
+        for strategy in ("rand", "greedy"):
+            yield from one_epoch(strategy, seed, (3,))
+
+
+def one_epoch(strategy: str, seed: int, mask_sets: tuple[int, ...]) -> Iterator[Step]:
+    experiment = "imagenette-one-epoch"
+    name = f"{experiment}/{strategy}-seed{seed}/train"
+    yield training(name, "imagenette2-160", strategy, seed, images=9_469, epochs=1)
+    for masks in mask_sets:
+        yield nette(strategy, seed, "3%", masks, experiment=experiment)
 
 
 def nette(strategy: str, seed: int, patch: str, masks: int, *, experiment: str = "imagenette") -> Step:
