@@ -42,6 +42,7 @@ from patchproof.report._tables import Table, csv_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image."
+ONE_EPOCH = f"{HEADLINE} One epoch of fine-tuning, not ten."
 IN_TABLE_1 = ("cutout", "rand", "greedy")
 """What the paper has for every patch."""
 DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
@@ -72,8 +73,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         pictures += curves(nette)
     short = pick(results, experiment="imagenette-one-epoch")
     if short:
-        settings, title = setting_columns(("3%",), (3, 6)), "ImageNette, one epoch"
-        tables.append(strategies_table("imagenette-one-epoch", title, short, settings, main=("3%", 3)))
+        tables.append(seeds_and_strategies_table("imagenette-one-epoch", "ImageNette, one epoch", short, ONE_EPOCH))
     cifar = pick(results, experiment="cifar10")
     if cifar:
         settings = setting_columns(("14px", "35px"), (3, 6))
@@ -100,8 +100,8 @@ def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
     same of the weakest seed against the strongest and `…/greedy-at-most-over-cutout/…` of the strongest against the
-    weakest, and `imagenette/resnet-greedy/…` how far below the paper's ResNet.
-    See `native_values`, `first_seed_values` and `paper_values` for the others."""
+    weakest, `…/greedy-spread/…` how far its seeds lie apart, and `imagenette/resnet-greedy/…` how far below the paper's
+    ResNet. See `native_values`, `first_seed_values` and `paper_values` for the others."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -118,6 +118,7 @@ def values(results: list[Result]) -> dict[str, str]:
                 least, most = leads(results, (e, p, m), s, s2)
                 found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(least)
                 found[f"{e}/{s}-at-most-over-{s2}/{p}/{m}"] = points(most)
+        found[f"{e}/{s}-spread/{p}/{m}"] = points(leads(results, (e, p, m), s, s)[1])
     for (e, s, p, m), mean in means.items():
         theirs = paper_cell(e, "resnet", s, p, m, "certified")
         if theirs is not None:
