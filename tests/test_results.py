@@ -157,6 +157,12 @@ def test_a_difference_is_counted_on_the_images_both_looked_at(rebuild):
     assert found.half_width == pytest.approx(196 * statistics.pstdev(differences) / 10)
 
 
+def test_seeds_lie_as_far_apart_as_a_plain_count_says(rebuild):
+    shares = [share(f, "certified") for f in RESULTS.glob("imagenette-one-epoch/greedy-seed?/certify-3percent-3x3")]
+    apart = rebuild.values(rebuild.read(RESULTS))["imagenette-one-epoch/greedy-spread/3%/3"]
+    assert apart == f"{max(shares) - min(shares):.1f}"
+
+
 def test_the_gap_is_greedy_above_cutout():
     table = (RESULTS / "tables" / "imagenette-gap.csv").read_text("utf-8").splitlines()
     rows = {tuple(line.split(",")[:2]): line.split(",")[2:4] for line in table[1:]}
