@@ -158,9 +158,10 @@ def test_a_difference_is_counted_on_the_images_both_looked_at(rebuild):
 
 
 def test_seeds_lie_as_far_apart_as_a_plain_count_says(rebuild):
-    shares = [share(f, "certified") for f in RESULTS.glob("imagenette-one-epoch/greedy-seed?/certify-3percent-3x3")]
-    apart = rebuild.values(rebuild.read(RESULTS))["imagenette-one-epoch/greedy-spread/3%/3"]
-    assert apart == f"{max(shares) - min(shares):.1f}"
+    folders = list(RESULTS.glob("imagenette-one-epoch/greedy-seed?/certify-3percent-3x3"))
+    shares = [share(folder, "certified") for folder in folders]
+    found = rebuild.values([sys.modules["evidence_records"].result(folder, RESULTS) for folder in folders])
+    assert found["imagenette-one-epoch/greedy-spread/3%/3"] == f"{max(shares) - min(shares):.1f}"
 
 
 def test_the_gap_is_greedy_above_cutout():
