@@ -12,7 +12,12 @@ from patchproof.report._tables import Cell, Column, Table
 from patchproof.training import STRATEGIES
 
 ORDER = list(STRATEGIES)
-TITLES = {"imagenette": "ImageNette", "demo": "The networks of make demo", "cifar10": "CIFAR-10"}
+TITLES = {
+    "imagenette": "ImageNette",
+    "imagenette-one-epoch": "ImageNette, one epoch",
+    "demo": "The networks of make demo",
+    "cifar10": "CIFAR-10",
+}
 
 
 def cell(results: Sequence[Result], *, star: str = "*", name: str = "certified", **wanted: object) -> str | None:

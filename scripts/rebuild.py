@@ -73,7 +73,7 @@ def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslau
         pictures += curves(nette)
     short = pick(results, experiment="imagenette-one-epoch")
     if short:
-        tables.append(seeds_and_strategies_table("imagenette-one-epoch", "ImageNette, one epoch", short, ONE_EPOCH))
+        tables.append(seeds_and_strategies_table(short[0].experiment, TITLES[short[0].experiment], short, ONE_EPOCH))
     cifar = pick(results, experiment="cifar10")
     if cifar:
         settings = setting_columns(("14px", "35px"), (3, 6))
@@ -100,8 +100,8 @@ def values(results: list[Result]) -> dict[str, str]:
     """Numbers for sentences, by name: `imagenette/greedy/3%/6` is the mean over seeds of what is certified with 6×6
     masks, `imagenette/greedy-cutout/3%/6` by how many points one mean is above another, `…/greedy-over-cutout/…` the
     same of the weakest seed against the strongest and `…/greedy-at-most-over-cutout/…` of the strongest against the
-    weakest, `…/greedy-spread/…` how far its seeds lie apart, and `imagenette/resnet-greedy/…` how far below the paper's
-    ResNet. See `native_values`, `first_seed_values` and `paper_values` for the others."""
+    weakest, `…/greedy-spread/…` how far several seeds lie apart, and `imagenette/resnet-greedy/…` how far below the
+    paper's ResNet. See `native_values`, `first_seed_values` and `paper_values` for the others."""
     means: dict[tuple[str, str, str, int], float] = {}
     for r in results:
         if not r.native:
@@ -118,7 +118,8 @@ def values(results: list[Result]) -> dict[str, str]:
                 least, most = leads(results, (e, p, m), s, s2)
                 found[f"{e}/{s}-over-{s2}/{p}/{m}"] = points(least)
                 found[f"{e}/{s}-at-most-over-{s2}/{p}/{m}"] = points(most)
-        found[f"{e}/{s}-spread/{p}/{m}"] = points(leads(results, (e, p, m), s, s)[1])
+        if len({r.seed for r in pick(results, experiment=e, strategy=s, patch=p, masks=m, native=False)}) > 1:
+            found[f"{e}/{s}-spread/{p}/{m}"] = points(leads(results, (e, p, m), s, s)[1])
     for (e, s, p, m), mean in means.items():
         theirs = paper_cell(e, "resnet", s, p, m, "certified")
         if theirs is not None:
