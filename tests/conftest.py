@@ -47,8 +47,6 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Not in pyproject.toml: to look the class up there, pytest would import the package before its calls are checked.
-    config.addinivalue_line("filterwarnings", "error::patchproof.types.PatchproofWarning")
     hypothesis.settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "thorough")
 
 

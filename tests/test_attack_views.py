@@ -15,9 +15,10 @@ import patchproof as pp
 import reference
 from patchproof.attacks import FakeUnanimity, WrongMajority
 from patchproof.attacks.gradient import _cross_entropy
-from patchproof.attacks.losses import Scene, lead
+from patchproof.attacks.losses import Scene
 from patchproof.attacks.places import all_places, as_rects, hidden_by, inside
 from patchproof.attacks.views import Aim, Lens, Views
+from patchproof.masking import label_margin
 from patchproof.models import load_classifier
 
 
@@ -35,7 +36,7 @@ def test_the_gradient_does_not_depend_on_the_chunk(seed, chunk, whole_parts):
 
     def loss(logits, labels, aim):
         """Compares copies with each other, so no chunk can be looked at alone."""
-        return lead(logits, labels).masked_fill(~aim.used, -9).logsumexp(dim=1)
+        return label_margin(logits, labels).masked_fill(~aim.used, -9).logsumexp(dim=1)
 
     fill = torch.tensor(classifier.fill)[:, None, None]
     copies = torch.where(views.shown(view.flatten()), images.repeat_interleave(4, dim=0), fill)
@@ -63,6 +64,11 @@ class Counted(reference.Curved):
         return super().__call__(images)
 
 
+def away(logits, labels, _aim):
+    """A loss that grows as the labels lose their lead."""
+    return -label_margin(logits, labels).sum(dim=1)
+
+
 def three_copies_of_six(generator, *, chunk, **options):
     """The gradient of six candidates with three copies each, and the passes it took."""
     masks = pp.covering_masks(pp.PatchThreat((6, 7), ((2, 3),)), per_axis=2)
@@ -71,7 +77,7 @@ def three_copies_of_six(generator, *, chunk, **options):
     images, view = torch.rand(6, 2, 6, 7, generator=generator), torch.randint(4, (6, 3), generator=generator)
     aim = Aim(view, torch.ones(6, 3, dtype=torch.bool), torch.zeros(6, dtype=torch.int64))
     lens = Lens(classifier, views, pp.Engine(chunk=chunk), **options)
-    _, gradient = lens.gradient(images, aim.wrong, aim, lambda logits, labels, _aim: -lead(logits, labels).sum(dim=1))
+    _, gradient = lens.gradient(images, aim.wrong, aim, away)
     return gradient, classifier.sizes
 
 
@@ -125,7 +131,7 @@ def test_only_whole_passes_with_gradients_are_compiled(generator):
         classifier.seen.clear()
         view = torch.zeros(4, copies, dtype=torch.int64)
         aim = Aim(view, torch.ones_like(view, dtype=torch.bool), torch.zeros(4, dtype=torch.int64))
-        lens.gradient(images, aim.wrong, aim, lambda logits, labels, _aim: -lead(logits, labels).sum(dim=1))
+        lens.gradient(images, aim.wrong, aim, away)
         assert classifier.seen == [(size == 8, True, size)]
 
 

@@ -17,7 +17,13 @@ import pytest
 import torch
 from PIL import Image
 
+from patchproof.checks import DRIFT_IMAGES
 from patchproof.cli import run
+from patchproof.cli._setup import sample_pixels
+from patchproof.cli.certify import Run as CertifyRun
+from patchproof.cli.predict import label_name
+from patchproof.config import CertifyConfig
+from patchproof.data import iterate_batches
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint
 from patchproof.seals import sealed
@@ -382,6 +388,42 @@ def test_predict_says_label_round_one_certificate_and_what_it_promises(photos, c
     shown = capsys.readouterr().out
     for word in ("answer", "first round", "certified", "It does not say that the answer is right"):
         assert word in " ".join(shown.split())
+
+
+def test_predict_names_wordnet_ids_in_words_as_far_as_there_are_any(photos, tmp_path, capsys):
+    names = ("n01440764", "n99999998", "eel")
+    save_checkpoint(load_classifier("small", "random", class_names=names, seed=1), tmp_path / "ids")
+    assert run(["predict", str(photos), "--weights", str(tmp_path / "ids"), "--patch", "2px", "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    words = {0: "tench (n01440764)", 1: "n99999998", 2: "eel"}
+    assert [a["name"] for a in answers] == [words[a["label"]] for a in answers]
+    classifier = load_classifier("small", "random", class_names=names)
+    assert [label_name(classifier, label) for label in words] == list(words.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_classifier_is_checked_on_images_from_all_over_a_small_run(monkeypatch, precision):
+    begun = CertifyRun.begin(CertifyConfig(limit=100, precision=precision))
+    looked_at = []
+
+    def noting(source, preprocessing, indices, **settings):
+        looked_at.extend(indices)
+        return iterate_batches(source, preprocessing, indices, **settings)
+
+    monkeypatch.setattr("patchproof.cli._setup.iterate_batches", noting)
+    pixels = sample_pixels(begun.source, begun.setup, begun.indices)
+    assert len(set(looked_at)) == len(looked_at) == len(pixels)
+    assert len(pixels) == (100 if precision == "bf16" else DRIFT_IMAGES)
+    positions = [begun.indices.index(index) for index in looked_at]
+    assert positions[0] == 0
+    assert positions[-1] >= 100 - -(-100 // len(pixels))
+
+
+def test_a_checkpoint_in_the_home_folder_is_found(photos, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_checkpoint(load_classifier("resnet10t", "random", class_names=CLASSES, input_size=(32, 32)), tmp_path / "own")
+    assert certify("--weights=~/own", "--dataset", photos, "--patch", "2px", "--masks", "2", "--output", "r") == 0
+    assert json.loads((tmp_path / "r" / "manifest.json").read_text())["model"]["architecture"] == "resnet10t"
 
 
 def test_predict_as_json_agrees_with_certify(photos, checkpoint, tmp_path, capsys):

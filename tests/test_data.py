@@ -650,7 +650,7 @@ def test_slivers_are_refused_before_they_are_enlarged() -> None:
     [
         (False, (224, 224), 0.875, Preprocessing(256, (224, 224))),
         (False, (224, 224), 0.9, Preprocessing(248, (224, 224))),
-        (False, (240, 224), 1.0, Preprocessing(224, (240, 224))),
+        (False, (240, 224), 1.0, Preprocessing(240, (240, 224))),
         (True, (224, 224), 0.875, Preprocessing((224, 224), None)),
         (numbered(1), (224, 224), 0.875, Preprocessing((224, 224), None)),
     ],
@@ -659,6 +659,13 @@ def test_default_preprocessing(
     source: bool | ArraySource, size: tuple[int, int], crop_pct: float, expected: Preprocessing
 ) -> None:
     assert default_preprocessing(source, size, crop_pct=crop_pct) == expected
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300), (30, 40)])
+def test_any_image_can_be_brought_to_an_oblong_input(shape: tuple[int, int]) -> None:
+    pixels = np.zeros((*shape, 3), np.uint8)
+    for size in ((64, 96), (96, 64)):
+        assert preprocess(Image.fromarray(pixels), default_preprocessing(False, size)).shape == (3, *size)
 
 
 def test_default_preprocessing_options() -> None:

@@ -1,4 +1,4 @@
-"""Grad-CAM against captum, for convolutional networks, ConvNeXt and ViT; and that it leaves nothing behind."""
+"""Grad-CAM against captum, for convolutional networks, ConvNeXt, ViT and Swin; and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from patchproof.masking import evaluating
 from patchproof.models import load_classifier
 from patchproof.training.gradcam import grad_cam, salient_layer
 
-NETWORKS = [("small", None), ("resnet10t", None), ("convnext_atto", (64, 64)), ("vit_tiny_patch16_224", (64, 64))]
+NETWORKS = [
+    ("small", None),
+    ("resnet10t", None),
+    ("convnext_atto", (64, 64)),
+    ("vit_tiny_patch16_224", (64, 64)),
+    ("swin_tiny_patch4_window7_224", (64, 64)),
+]
 
 
 @pytest.fixture(scope="module", params=NETWORKS, ids=[name for name, _ in NETWORKS])
@@ -31,6 +37,8 @@ def captum_map(classifier, layer, images, labels):
         height, width = classifier.module.patch_embed.grid_size
 
         def to_grid(tensor):
+            if tensor.ndim == 4:  # Swin keeps the grid, and has its channels last
+                return tensor.permute(0, 3, 1, 2)
             return tensor[:, -height * width :].transpose(1, 2).unflatten(2, (height, width))
 
         captured = {}
@@ -103,3 +111,9 @@ def test_a_network_without_a_feature_map_is_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
     with pytest.raises(ValueError, match="has no feature map"):
         grad_cam(model, torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))
+
+
+def test_tokens_after_the_last_feature_map_make_that_no_map_of_the_evidence():
+    mixer = load_classifier("mixer_s32_224", "random", num_classes=3)
+    with pytest.raises(ValueError, match="has no feature map that Grad-CAM could look at; pass `layer`"):
+        grad_cam(mixer, torch.zeros(1, 3, 224, 224), torch.zeros(1, dtype=torch.int64))

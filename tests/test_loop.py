@@ -137,6 +137,11 @@ def test_batches_of_one_image_are_refused_where_batchnorm_would_fail(change):
         trainer(dataclasses.replace(PLAN, **change))
 
 
+def test_batches_of_one_image_train_where_nothing_normalises_over_them():
+    run = trainer(dataclasses.replace(PLAN, strategy="rand3x3", batch_size=1, head_only=True, epochs=1), count=3)
+    assert [report.images for report in run.run()] == [1, 1, 1]
+
+
 def test_too_few_images_are_refused():
     with pytest.raises(InputError, match="1 training images are too few"):
         trainer(PLAN, count=1)

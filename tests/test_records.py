@@ -194,6 +194,17 @@ def test_a_run_made_with_something_else_is_refused_and_the_difference_named(tmp_
         pass
 
 
+def test_another_number_of_training_steps_is_refused(tmp_path):
+    """Also for runs that have it beside their identity: with more processes an epoch may be a batch shorter."""
+    folder, made = RunFolder(tmp_path / "run"), MANIFEST | {"steps": 75}
+    with folder.open(made, resume=False):
+        pass
+    with folder.open(made, resume=True):
+        pass
+    with pytest.raises(CheckError, match=r"steps was 75, now 74$"), folder.open(made | {"steps": 74}, resume=True):
+        pass
+
+
 def test_a_resumed_run_keeps_the_first_manifest(tmp_path):
     folder = RunFolder(tmp_path / "run")
     begin(folder, [])

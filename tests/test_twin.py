@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import patchproof as pp
-from patchproof.masking import forward
+from patchproof.masking import Runner, clean_labels, forward
 from patchproof.models import ImageClassifier, load_classifier, weights_sha256
 
 
@@ -56,6 +56,11 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
     weight.data.mul_(-2)  # leaves no trace, so it takes a new batch of images to be seen
     classifier.refresh()
     follows("behind torch's back")
+    runner = Runner(classifier, pp.Engine(precision="bf16"))
+    clean_labels(runner, images)
+    weight.data.mul_(-2)
+    clean_labels(runner, images)
+    follows("behind torch's back, a batch later")
     last = [name for name, part in classifier.module.named_modules() if isinstance(part, nn.Linear)][-1]
     parent = classifier.module.get_submodule(last.rpartition(".")[0])
     setattr(parent, last.rpartition(".")[2], nn.Linear(classifier.module.get_submodule(last).in_features, 7).eval())

@@ -21,7 +21,7 @@ from patchproof.masking import (
     out_of_memory,
     top_two,
 )
-from patchproof.types import CheckError, Classifier, Precision
+from patchproof.types import CheckError, Classifier, InputError, Precision
 
 SAFETY = 8.0
 """τ of float32 is this many times the largest change of a gap seen between float32 evaluations."""
@@ -81,6 +81,7 @@ def check_classifier(
     precision at masked copies of all of them.
     """
     engine = engine or Engine()
+    _check_images(images, masks)
     _check_mode(classifier)
     runner = Runner(classifier, engine)
     few = images[:DRIFT_IMAGES]
@@ -162,6 +163,19 @@ def _check_finite(logits: Tensor, remark: str) -> None:
         raise CheckError(
             f"{wrong} of {logits.numel()} logits are NaN or infinite{remark}; "
             "check the weights and that images are scaled to [0, 1]"
+        )
+
+
+def _check_images(images: Tensor, masks: MaskSet) -> None:
+    if not len(images):
+        raise InputError("a classifier is checked on images; give at least one")
+    if tuple(images.shape[-2:]) != masks.image_size:
+        raise InputError(f"the images are {tuple(images.shape[-2:])}, the masks are for {masks.image_size}")
+    smallest, largest = torch.stack(images.aminmax()).tolist()
+    if not (images.is_floating_point() and 0 <= smallest <= largest <= 1):
+        raise InputError(
+            f"images must be floats in [0, 1], not {images.dtype} from {smallest:g} to {largest:g}; divide bytes by "
+            "255, and leave normalisation to the classifier"
         )
 
 

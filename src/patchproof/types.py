@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -30,8 +30,10 @@ class CheckError(PatchproofError, RuntimeError):
     """A check on the classifier, the data or a run folder failed (exit code 1)."""
 
 
-class PatchproofWarning(UserWarning):
-    """Something that does not make a number wrong but that the user should know."""
+def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
+    """Refuse a word that would otherwise be taken for some other: annotations alone stop nobody."""
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,4 @@ class Preprocessing:
         )
         if min(sides) < 1:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
+        require_one_of("interpolation", self.interpolation, get_args(Interpolation))

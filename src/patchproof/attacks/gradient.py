@@ -17,7 +17,7 @@ from patchproof.attacks.places import all_places, as_rects, best_places, grid_pl
 from patchproof.attacks.views import Aim, Lens, Views
 from patchproof.geometry import MaskSet, PatchThreat
 from patchproof.masking import Engine
-from patchproof.types import Classifier, InputError
+from patchproof.types import Classifier, InputError, require_one_of
 
 LOOKS = 4
 """How often, in the course of its steps, a patch is shown to the judge; an image that breaks is left alone then."""
@@ -50,8 +50,7 @@ class AttackPlan:
                 raise InputError(f"an attack needs at least 1 of its {name}, not {getattr(self, name)}")
         if not 0 < self.step_size <= 1:
             raise InputError(f"the step size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
-        if self.search not in get_args(PlaceSearch):
-            raise InputError(f"places are searched by {', '.join(get_args(PlaceSearch))}, not `{self.search}`")
+        require_one_of("the search for places", self.search, get_args(PlaceSearch))
 
 
 class GradientAttack(Attack):

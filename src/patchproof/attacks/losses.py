@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -13,6 +13,10 @@ from torch.nn import functional
 
 from patchproof.attacks.places import mass_inside
 from patchproof.attacks.views import Aim, Views
+from patchproof.masking import label_margin
+from patchproof.types import require_one_of
+
+Loss = Literal["cross-entropy", "margin"]
 
 ENOUGH = 1.0
 """A copy whose wrong label leads by this much pulls no more; the effort goes to the copies that still resist."""
@@ -67,8 +71,11 @@ class Objective(ABC):
 class Misclassify(Objective):
     """F(x′) ≠ y: the undefended classifier, seen without masks."""
 
-    kind: Literal["cross-entropy", "margin"] = "cross-entropy"
+    kind: Loss = "cross-entropy"
     needs_masks = False
+
+    def __post_init__(self) -> None:
+        require_one_of("the loss", self.kind, get_args(Loss))
 
     def aim(self, scene: Scene, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         view = torch.full((len(places), 1), scene.views.whole, device=places.device)
@@ -76,7 +83,7 @@ class Misclassify(Objective):
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         if self.kind == "margin":
-            return -lead(logits, labels)[:, 0]
+            return -label_margin(logits, labels)[:, 0]
         return functional.cross_entropy(logits[:, 0], labels, reduction="none")
 
 
@@ -91,7 +98,7 @@ class WrongMajority(Objective):
     def aim(self, scene: Scene, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         views, shows = scene.views, scene.shows(places)
         rows = views.one_mask.expand(len(places), -1)
-        margin = lead(scene.logits, scene.labels)[:, views.of_pair]
+        margin = label_margin(scene.logits, scene.labels)[:, views.of_pair]
         partner = margin.masked_fill(~shows[:, views.of_pair], torch.inf).argmin(dim=2)
         second = views.of_pair[torch.arange(rows.shape[1], device=partner.device), partner]
         view = torch.cat([rows, second], dim=1)
@@ -101,8 +108,8 @@ class WrongMajority(Objective):
         n = logits.shape[1] // 2
         first, used = logits[:, :n], aim.used[:, :n]
         wrong = strongest_wrong(_mean(first, used[:, :, None]), labels)
-        votes = lead(first, wrong).clamp(max=ENOUGH)
-        against = -lead(logits, labels)
+        votes = label_margin(first, wrong).clamp(max=ENOUGH)
+        against = -label_margin(logits, labels)
         unconfirmed = torch.maximum(against[:, :n], against[:, n:]).clamp(max=ENOUGH)
         return _mean(votes, used) + _mean(unconfirmed, aim.used[:, n:])
 
@@ -138,11 +145,11 @@ class FakeUnanimity(Objective):
         pull = torch.where(hidden.any(dim=1, keepdim=True), hidden, shows)
         wrong = strongest_wrong(_mean(row, pull[:, :, None]), labels)
         hopeless = (hidden & (row.argmax(dim=2) != wrong[:, None])).sum(dim=1)
-        leaning = _mean(lead(row, wrong), shows)
+        leaning = _mean(label_margin(row, wrong), shows)
         return wrong, hopeless + len(hidden[0]) * hidden[:, mask] - torch.sigmoid(leaning)
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
-        leads = lead(logits, aim.wrong).clamp(max=ENOUGH)
+        leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
         weakest = leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
         return _mean(leads, aim.used) + weakest
 
@@ -151,13 +158,6 @@ class FakeUnanimity(Objective):
         in_the_way = [rows.float() @ hides.float().T for rows in scene.right]  # [m, p]: right answers of row m
         open_rows = [(count < 0.5) & ~hides.T for count in in_the_way]
         return torch.stack([rows.any(dim=0) for rows in open_rows])
-
-
-def lead(logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, "j k"]:
-    """Logit of the label minus the largest other one."""
-    index = labels[:, None, None].expand(-1, logits.shape[1], 1)
-    rest = logits.scatter(-1, index, -torch.inf).amax(dim=-1)
-    return logits.gather(-1, index)[..., 0] - rest
 
 
 def strongest_wrong(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Int64[Tensor, " j"]:

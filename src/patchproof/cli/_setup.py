@@ -13,7 +13,14 @@ import torch
 
 from patchproof.checks import DRIFT_IMAGES, FAST_COPIES, Drift, check_classifier
 from patchproof.config import DataConfig, ModelConfig, TrainConfig, parse_batch_size, parse_patches, parse_size
-from patchproof.data import FolderSource, ImageSource, default_preprocessing, iterate_batches, open_dataset
+from patchproof.data import (
+    FolderSource,
+    ImageSource,
+    default_preprocessing,
+    evenly_spread,
+    iterate_batches,
+    open_dataset,
+)
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, native_threat
 from patchproof.masking import BLOCK, Engine, as_images
@@ -205,7 +212,7 @@ def checked_images(engine: Engine, image_size: Size) -> int:
 def sample_pixels(source: ImageSource, setup: Setup, indices: Sequence[int]) -> torch.Tensor:
     """A few readable images, from all over the run, to check the classifier on."""
     wanted = checked_images(setup.engine, setup.masks.image_size)
-    spread = [indices[i * len(indices) // wanted] for i in range(min(wanted, len(indices)))]
+    spread = [indices[i] for i in evenly_spread(wanted, len(indices))]
     for candidates in (spread, indices):
         for batch in iterate_batches(source, setup.preprocessing, candidates, batch_size=wanted, skip_bad=True):
             if len(batch.images):

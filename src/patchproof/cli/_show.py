@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from patchproof.cli._terminal import Console
-from patchproof.records import ACCURACIES, Rate, Tally
+from patchproof.records import ACCURACIES, Rate, Record, Tally
 
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
@@ -52,8 +52,9 @@ class RunProgress:
         self.bar = _bar(console, shown=True)
         self.task = self.bar.add_task(verb, total=total, completed=tally.done, words="")
 
-    def update(self) -> None:
-        """Show what has been counted by now."""
+    def add(self, records: Sequence[Record]) -> None:
+        """Count them, and show what has been counted by now."""
+        self.tally.add(records)
         words = " · ".join(f"{name} {percent(rate.rate)}" for name, rate in self.tally.rates().items() if rate.n)
         self.bar.update(self.task, completed=self.tally.done, words=words)
         if not self.console.is_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:

@@ -14,11 +14,11 @@ from rich.markup import escape
 from patchproof.attacks import Attack, AttackPlan, defended_attacks, undefended_attacks
 from patchproof.cli._breaks import save_break
 from patchproof.cli._manifest import manifest
-from patchproof.cli._setup import Setup, changes_since, checked, choose_workers, sample_pixels, stored_engine
+from patchproof.cli._setup import Setup, changes_since, checked, choose_workers, sample_pixels
 from patchproof.cli._show import results_table, run_progress
 from patchproof.cli._terminal import Console
-from patchproof.cli.certify import Run, default_name, earlier_seconds, refuse_larger_tau
-from patchproof.config import AttackConfig, parse_batch_size
+from patchproof.cli.certify import Run, default_name, earlier_seconds, keep_records, resumed_engine
+from patchproof.config import AttackConfig
 from patchproof.data import Batch, iterate_batches
 from patchproof.evaluation import attack_batch, evaluate_batch
 from patchproof.masking import as_images
@@ -103,27 +103,23 @@ class AttackRun:
         current = manifest(self.config, setup, source, whole.indices, drift) | {"command": "attack"}
         current["identity"] |= {"attack": {name: getattr(self.config, name) for name in SETTINGS}}
         with self.folder.open(current, resume=self.config.resume) as stored:
-            refuse_larger_tau(stored, current, where=self.folder.path)
-            explicit = parse_batch_size(self.config.batch_size) is not None
-            setup = setup.with_engine(**stored_engine(stored, chunk=current["batch_size"] if explicit else None))
+            setup = setup.with_engine(**resumed_engine(self.config, stored, current, where=self.folder.path))
             found = checked_prefix(self.folder.each_record(), whole.indices, source.path, where=self.folder.path)
             tally, earlier = AttackTally().add(found), earlier_seconds(self.folder)
-            doubts: list[str] = []
-            try:
-                with run_progress(console, total=len(whole.indices), tally=tally, verb="attack") as progress:
-                    for fresh in self._records_from(setup, tally.done):
-                        self.folder.append(fresh)
-                        tally.add(fresh)
-                        progress.update()
-                doubts = changes_since(current["identity"]["data_sha256"], self.config, source)
-            finally:
-                seconds = earlier + time.monotonic() - started
-                planned, available = len(whole.indices), len(source)
-                results = tally.results(planned=planned, available=available, seconds=seconds, doubts=doubts)
-                self.folder.write_results(results)
-            for doubt in doubts:
-                self.folder.spoil(doubt)
-        return results
+
+            def results(doubts: Sequence[str]) -> dict[str, Any]:
+                seconds, planned = earlier + time.monotonic() - started, len(whole.indices)
+                return tally.results(planned=planned, available=len(source), seconds=seconds, doubts=doubts)
+
+            listed = current["identity"]["data_sha256"]
+            with run_progress(console, total=len(whole.indices), tally=tally, verb="attack") as progress:
+                return keep_records(
+                    self._records_from(setup, tally.done),
+                    self.folder,
+                    progress,
+                    doubts=lambda: changes_since(listed, self.config, source),
+                    results=results,
+                )
 
     def _records_from(self, setup: Setup, done: int) -> Iterator[list[AttackRecord]]:
         """Records from position `done` on, in batches that always begin at the same positions, as in `certify`."""
@@ -138,12 +134,15 @@ class AttackRun:
             workers=choose_workers(self.config),
             skip_bad=self.config.skip_bad,
         )
+        attacks = self._attacks(setup)
         for batch in batches:
-            records = self._attack(setup, batch)
+            records = self._attack(setup, batch, *attacks)
             yield records[max(0, done - position) :]
             position += len(records)
 
-    def _attack(self, setup: Setup, batch: Batch) -> list[AttackRecord]:
+    def _attack(
+        self, setup: Setup, batch: Batch, undefended: Sequence[Attack], defended: Sequence[Attack]
+    ) -> list[AttackRecord]:
         """One batch, certified and attacked; what broke is on disk before its record is."""
         source, classes = self.whole.source, self.whole.classes
         bad = [AttackRecord(b.index, b.path, int(classes[source.labels[b.index]]), error=b.reason) for b in batch.bad]
@@ -158,7 +157,6 @@ class AttackRun:
             indices=batch.indices,
             paths=[source.path(i) for i in batch.indices],
         )
-        undefended, defended = self._attacks(setup)
         good, breaks = attack_batch(
             certified,
             images,
@@ -175,6 +173,10 @@ class AttackRun:
     def _attacks(self, setup: Setup) -> tuple[list[Attack], list[Attack]]:
         """Those on the classifier alone and those on the defence, as far as --target asks for them."""
         classifier, threat, engine = setup.classifier, setup.threat, setup.engine
-        alone = undefended_attacks(classifier, threat, plan=self.plan, engine=engine)
-        behind = defended_attacks(classifier, setup.defense, threat, setup.masks, plan=self.plan, engine=engine)
-        return alone if self.config.target != "defended" else [], behind if self.config.target != "undefended" else []
+        alone: list[Attack] = []
+        behind: list[Attack] = []
+        if self.config.target != "defended":
+            alone = undefended_attacks(classifier, threat, plan=self.plan, engine=engine)
+        if self.config.target != "undefended":
+            behind = defended_attacks(classifier, setup.defense, threat, setup.masks, plan=self.plan, engine=engine)
+        return alone, behind

@@ -195,8 +195,8 @@ class Bench:
                 "images": took.images,
                 "passes": took.passes,
                 "seconds": took.seconds,
-                "passes_per_second": took.passes / took.seconds,
-                "images_per_second": took.images / took.seconds,
+                "passes_per_second": took.passes_per_second,
+                "images_per_second": took.images_per_second,
                 "needed_passes_per_second": None if "predict" in name else needed / took.seconds,
             }
         )

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from patchproof.cli._setup import (
     sample_pixels,
     stored_engine,
 )
-from patchproof.cli._show import results_table, run_progress
+from patchproof.cli._show import RunProgress, results_table, run_progress
 from patchproof.cli._terminal import Console
 from patchproof.config import CertifyConfig, parse_batch_size
 from patchproof.data import Batch, ImageSource, load_groups, spread_indices
@@ -125,30 +125,27 @@ class Run:
             return {}
         agree(self.team, current)
         with self.folder.open(current, resume=self.config.resume) as stored:
-            refuse_larger_tau(stored, current, where=self.folder.path)
-            explicit = parse_batch_size(self.config.batch_size) is not None
-            engine = stored_engine(stored, chunk=current["batch_size"] if explicit else None)
+            engine = resumed_engine(self.config, stored, current, where=self.folder.path)
             found = checked_prefix(self.folder.each_record(), self.indices, self.source.path, where=self.folder.path)
             tally = Tally().add(found)
             cost = Cost.so_far(self.folder)
             earlier = cost.seconds
             self.team.tell("go", {"engine": engine, "done": tally.done})
             pieces = Pieces(self, setup.with_engine(**engine), tally.done)
-            doubts: list[str] = []
-            try:
-                with run_progress(console, total=len(self.indices), tally=tally) as progress:
-                    for fresh in pieces.records(cost):
-                        self.folder.append(fresh)
-                        tally.add(fresh)
-                        progress.update()
-                doubts = changes_since(current["identity"]["data_sha256"], self.config, self.source)
-            finally:
+
+            def results(doubts: Sequence[str]) -> dict[str, Any]:
                 cost.seconds = earlier + time.monotonic() - started
-                results = self._results(tally, cost, doubts)
-                self.folder.write_results(results)
-            for doubt in doubts:
-                self.folder.spoil(doubt)
-        return results
+                return self._results(tally, cost, doubts)
+
+            listed = current["identity"]["data_sha256"]
+            with run_progress(console, total=len(self.indices), tally=tally) as progress:
+                return keep_records(
+                    pieces.records(cost),
+                    self.folder,
+                    progress,
+                    doubts=lambda: changes_since(listed, self.config, self.source),
+                    results=results,
+                )
 
     def _results(self, tally: Tally, cost: Cost, doubts: Sequence[str]) -> dict[str, Any]:
         results = tally.results(
@@ -276,6 +273,39 @@ def earlier_seconds(folder: RunFolder) -> float:
         return float((folder.results() or {})["cost"]["seconds"])
     except (CheckError, KeyError, TypeError, ValueError, OverflowError):
         return 0.0
+
+
+def keep_records(
+    batches: Iterable[Sequence[Record]],
+    folder: RunFolder,
+    progress: RunProgress,
+    *,
+    doubts: Callable[[], list[str]],
+    results: Callable[[Sequence[str]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Append what the batches find, and count it. However that ends, the results are written and say how far it came;
+    what makes all of it doubtful, such as images that changed meanwhile, spoils the folder."""
+    found: list[str] = []
+    try:
+        for fresh in batches:
+            folder.append(fresh)
+            progress.add(fresh)
+        found = doubts()
+    finally:
+        written = results(found)
+        folder.write_results(written)
+    for doubt in found:
+        folder.spoil(doubt)
+    return written
+
+
+def resumed_engine(
+    config: CertifyConfig, stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path
+) -> dict[str, Any]:
+    """What a run goes on with: the τ it began with, and its chunk unless --batch-size names another."""
+    refuse_larger_tau(stored, current, where=where)
+    explicit = parse_batch_size(config.batch_size) is not None
+    return stored_engine(stored, chunk=current["batch_size"] if explicit else None)
 
 
 def refuse_larger_tau(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from patchproof.checks import measure_drift
@@ -68,7 +69,7 @@ def _run_check(table: Table, name: str, check: Callable[[], str]) -> bool:
     try:
         table.add_row(name, f"[green]ok[/]: {check()}")
     except Exception as error:
-        table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {error}")
+        table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
         return True
     return False
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
 
 from patchproof.cli._setup import Setup, checked, choose_chunk, choose_device, open_classifier, prepare, sample_pixels
+from patchproof.cli._terminal import Console
 from patchproof.config import ExploreConfig, ModelConfig, parse_patches
 from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import PatchThreat, covering_masks

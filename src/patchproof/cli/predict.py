@@ -34,7 +34,7 @@ from patchproof.config import PredictConfig, parse_patches
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
 from patchproof.defenses import Assessment
 from patchproof.masking import BLOCK, as_images
-from patchproof.models import ImageClassifier
+from patchproof.models import ImageClassifier, wordnet_words
 from patchproof.types import InputError, PatchproofError, Size
 
 DECODERS = 2
@@ -194,17 +194,8 @@ def label_name(classifier: ImageClassifier, label: int) -> str:
     if classifier.class_names is None:
         return f"class {label}"
     name = classifier.class_names[label]
-    words = _wordnet_words(name)
+    words = wordnet_words(name)
     return f"{words} ({name})" if words else name
-
-
-def _wordnet_words(name: str) -> str | None:
-    if not (len(name) == 9 and name.startswith("n") and name[1:].isdigit()):
-        return None
-    from timm.data.imagenet_info import ImageNetInfo
-
-    words = ImageNetInfo().label_name_to_description(name, detailed=False)
-    return words.split(",")[0] if words else None
 
 
 def write_lines(answers: Sequence[Answer]) -> None:

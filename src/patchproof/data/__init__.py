@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
 from patchproof.data._folders import EXTENSIONS
-from patchproof.data._loading import BadImage, Batch, iterate_batches, load_groups, spread_indices
+from patchproof.data._loading import BadImage, Batch, evenly_spread, iterate_batches, load_groups, spread_indices
 from patchproof.data._named import DATASETS, DEFAULT_DATA_DIR, open_dataset
 from patchproof.data._preprocess import default_preprocessing, preprocess
 from patchproof.data._sources import ArraySource, FolderSource, ImageSource
@@ -22,6 +22,7 @@ __all__ = [
     "ImageSource",
     "decode",
     "default_preprocessing",
+    "evenly_spread",
     "iterate_batches",
     "load_groups",
     "open_dataset",

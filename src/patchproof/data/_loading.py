@@ -41,16 +41,18 @@ class Batch:
 
 
 def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
-    """⌊i·n/limit⌋: `limit` of the n images, evenly spaced; all of them when there are no more or limit is None.
+    """`limit` of the images, evenly spaced; all of them when there are no more or limit is None.
 
-    A class of a sorted listing is seen whenever it has at least n/limit images.
+    A class of a sorted listing is seen whenever it has at least n/limit of n images.
     """
-    count = len(source)
     if limit is not None and limit < 1:
         raise InputError(f"the limit on the number of images must be at least 1, not {limit}; leave it out to use all")
-    if limit is None or limit >= count:
-        return list(range(count))
-    return [i * count // limit for i in range(limit)]
+    return list(evenly_spread(len(source) if limit is None else limit, len(source)))
+
+
+def evenly_spread(wanted: int, count: int) -> Sequence[int]:
+    """⌊i·count/wanted⌋: `wanted` of the numbers below `count`, or all of them where there are no more."""
+    return range(count) if wanted >= count else [i * count // wanted for i in range(wanted)]
 
 
 def iterate_batches(

@@ -46,14 +46,15 @@ def default_preprocessing(
 ) -> Preprocessing:
     """Low-resolution images whole to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
 
-    `source` is an image source, or whether the images are of low resolution; `side` is the shorter of `input_size`.
+    `source` is an image source, or whether the images are of low resolution; `side` is the longer of `input_size`, so
+    that no image is too small to be cropped to it.
     """
     if not 0 < crop_pct <= 1:
         raise InputError(f"crop_pct is the share of the shorter side that is kept, 0 < crop_pct <= 1, not {crop_pct:g}")
     low_resolution = source if isinstance(source, bool) else source.low_resolution
     if low_resolution:
         return Preprocessing(resize=input_size, crop=None, interpolation=interpolation)
-    return Preprocessing(floor(min(input_size) / crop_pct), crop=input_size, interpolation=interpolation)
+    return Preprocessing(floor(max(input_size) / crop_pct), crop=input_size, interpolation=interpolation)
 
 
 def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[np.ndarray, "h w 3"]:

@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, product
 from math import isqrt
+from operator import index
 
 import numpy as np
 import torch
@@ -42,6 +43,15 @@ class Rect:
         return rows and self.left <= other.left and other.right <= self.right
 
 
+def whole_size(size: Sequence[int]) -> Size:
+    """(height, width) as a tuple of plain integers, whatever sequence and integer type they came in."""
+    try:
+        height, width = map(index, size)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"a size is (height, width) in whole pixels, not {size!r}") from error
+    return height, width
+
+
 def square_side(percent: float, image_size: Size) -> int:
     """The smallest s with s² ≥ percent/100 · H·W, in exact arithmetic: 1/2/3% = 23/32/39 at 224."""
     if not 0 < percent <= 100:
@@ -62,6 +72,8 @@ class PatchThreat:
     patch_sizes: tuple[Size, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", whole_size(self.image_size))
+        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes)))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -142,6 +154,7 @@ class MaskSet:
     rects: tuple[Rect, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", whole_size(self.image_size))
         image = Rect(0, 0, *self.image_size)
         if not self.rects:
             raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")

@@ -15,10 +15,11 @@ def top_two(logits: Float[Tensor, "j classes"]) -> tuple[Int64[Tensor, " j"], Fl
     return label, label_margin(logits, label)
 
 
-def label_margin(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, " j"]:
+def label_margin(logits: Float[Tensor, "j *k classes"], labels: Int64[Tensor, " j"]) -> Float[Tensor, " j *k"]:
     """Logit of the label minus the largest other one: negative when another label wins."""
-    rest = logits.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-    return logits.gather(1, labels[:, None])[:, 0] - rest
+    index = labels.view(-1, *[1] * (logits.ndim - 1)).expand(*logits.shape[:-1], 1)
+    rest = logits.scatter(-1, index, -torch.inf).amax(dim=-1)
+    return logits.gather(-1, index)[..., 0] - rest
 
 
 def label_range(labels: Int64[Tensor, " b"]) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchproof.masking._arithmetic import Pass, passing
 from patchproof.masking._images import fill_colour, occlude
-from patchproof.types import CheckError, Classifier, InputError, Precision
+from patchproof.types import CheckError, Classifier, InputError, Precision, require_one_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Engine:
             raise InputError(f"a chunk holds at least one masked copy, not {self.chunk}")
         if not (self.tau >= 0 and self.tau_fp32 >= 0):
             raise InputError(f"τ cannot be negative: tau={self.tau}, tau_fp32={self.tau_fp32}")
+        require_one_of("precision", self.precision, get_args(Precision))
 
 
 Result = TypeVar("Result")

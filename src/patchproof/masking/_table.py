@@ -25,6 +25,7 @@ def clean_labels(runner: Runner, images: Float[Tensor, "b c h w"]) -> Int64[Tens
 
     if not len(images):
         return torch.zeros(0, dtype=torch.int64, device=images.device)
+    runner.refresh()
     fixed = runner.fixed(images)
     label, gap = torch.cat(runner.in_chunks(len(images), answer, fixed=fixed), dim=1)
     again = torch.nonzero(~decided(gap, runner.engine.tau))[:, 0]
@@ -67,6 +68,11 @@ class TwoMaskTable:
     labels: Int64[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
+        if self.images.ndim != 4 or not self.images.is_floating_point():
+            raise InputError(
+                f"images must be floats in [0, 1] of shape (images, channels, height, width), not {self.images.dtype} "
+                f"of {tuple(self.images.shape)}; `as_images` makes them from bytes"
+            )
         if tuple(self.images.shape[-2:]) != self.masks.image_size:
             raise InputError(
                 f"the images are {tuple(self.images.shape[-2:])}, the masks are for {self.masks.image_size}; "
@@ -82,13 +88,19 @@ class TwoMaskTable:
         self.gap = torch.zeros(shape, dtype=torch.float32)
         self.margin = torch.zeros(shape, dtype=torch.float32)
         self.forwards = torch.zeros(len(self.images), dtype=torch.int64)
-        self.against(self.labels) if self.labels is not None else None
+        if self.labels is not None:
+            self.against(self.labels)
 
     def against(self, labels: Int64[Tensor, " b"]) -> TwoMaskTable:
         """Measure margins against these labels from now on; what is known is kept.
 
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
         """
+        if labels.shape != self.images.shape[:1] or labels.dtype != torch.int64:
+            raise InputError(
+                f"labels must be one int64 number for each of the {len(self.images)} images, not {labels.dtype} of "
+                f"{tuple(labels.shape)}"
+            )
         self.labels = labels.cpu()
         self.range = label_range(self.labels)
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)

@@ -11,7 +11,7 @@ from patchproof.models._classifier import ImageClassifier
 from patchproof.models._identity import checkpoint_sha256, classifier_summary, match_labels, weights_sha256
 from patchproof.models._load import load_checkpoint, load_classifier, replace_head
 from patchproof.models._state import write_state
-from patchproof.models._timm import list_models
+from patchproof.models._timm import list_models, wordnet_words
 
 __all__ = [
     "ImageClassifier",
@@ -28,5 +28,6 @@ __all__ = [
     "save_checkpoint",
     "settled",
     "weights_sha256",
+    "wordnet_words",
     "write_state",
 ]

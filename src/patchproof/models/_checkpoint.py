@@ -56,7 +56,7 @@ def checkpoint_architecture(folder: Path) -> str | None:
 
     Never a factory: building one runs code, which only the user may name, not a folder that anybody may have written.
     """
-    place = settled(Path(folder))
+    place = settled(Path(folder).expanduser())
     if not (place / RECORD).is_file():
         return None
     name = str(read_record(place)["architecture"])

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.models._twin import Twin
-from patchproof.types import InputError, Interpolation, Size
+from patchproof.types import InputError, Interpolation, Size, require_one_of
 
 SETTINGS = (
     "input_size",
@@ -136,8 +136,7 @@ def _check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:
 def _check_input(input_size: Size, interpolation: str, crop_pct: float) -> None:
     if len(input_size) != 2 or min(input_size) < 1:
         raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {tuple(input_size)}")
-    if interpolation not in get_args(Interpolation):
-        raise InputError(f"interpolation must be one of {', '.join(get_args(Interpolation))}, got {interpolation!r}")
+    require_one_of("interpolation", interpolation, get_args(Interpolation))
     if not (crop_pct > 0 and math.isfinite(crop_pct)):
         raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
 

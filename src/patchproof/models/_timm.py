@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,7 @@ from patchproof.types import InputError, Interpolation, Size
 
 # Arguments of timm.create_model that decide where weights are read from: never taken from a file.
 RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 
 
@@ -105,10 +107,24 @@ def trained_class_names(classifier: ImageClassifier) -> tuple[str, ...] | None:
 
 def imagenet_wnids() -> tuple[str, ...]:
     """The 1000 WordNet ids of ImageNet-1k in the order of the classes (sorted)."""
+    return tuple(_imagenet().label_names())
+
+
+def wordnet_words(name: str) -> str | None:
+    """What a WordNet id of ImageNet stands for, `tench` for n01440764; None for any other name."""
+    if not WORDNET_ID.fullmatch(name):
+        return None
+    try:
+        return str(_imagenet().label_name_to_description(name)).split(",")[0]
+    except KeyError:
+        return None
+
+
+@cache
+def _imagenet() -> Any:
     from timm.data.imagenet_info import ImageNetInfo
 
-    names: list[str] = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]
-    return tuple(names)
+    return ImageNetInfo("imagenet-1k")
 
 
 def require_runs(classifier: ImageClassifier) -> int:

@@ -192,14 +192,15 @@ def checked_prefix(
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
-    """A run goes on only with what it began with; the first difference is named."""
+    """A run goes on only with what it began with, and a training only to the same number of steps, which depends on the
+    number of processes too; what differs is named."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
     if stored["command"] != current["command"]:
         raise CheckError(
             f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another --output"
         )
-    before, now = stored["identity"], current["identity"]
+    before, now = ({"steps": made.get("steps"), **made["identity"]} for made in (stored, current))
     different = [key for key in now if before.get(key) != now[key]]
     if different:
         named = "; ".join(f"{key} was {_short(before.get(key))}, now {_short(now[key])}" for key in different)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from patchproof.data import evenly_spread
 from patchproof.records import (
     ACCURACIES,
     ATTACK_ACCURACIES,
@@ -207,7 +208,8 @@ def _record_doubts(read: Sequence[Record], records: Sequence[Record], facts: Fac
 
 def _plan(planned: int, available: int) -> range | set[int]:
     """The images a run looks at (`data.spread_indices`)."""
-    return range(available) if planned >= available else {i * available // planned for i in range(planned)}
+    places = evenly_spread(planned, available)
+    return places if isinstance(places, range) else set(places)
 
 
 def _partial(records: Sequence[Record], facts: Facts) -> list[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
-from typing import Any
 
+from patchproof.models import wordnet_words
 from patchproof.records import Rate
 from patchproof.types import Size
 
-WORDNET_ID = re.compile(r"n\d{8}")
 LONGEST = 200
 
 
@@ -60,22 +57,6 @@ def duration(seconds: float) -> str:
 
 def class_words(names: Mapping[int, str]) -> dict[int, str]:
     """Class names in words: WordNet ids, as ImageNet's folders have them, by what they stand for."""
-    words = {label: _meaning(name) for label, name in names.items()}
+    words = {label: wordnet_words(name) or name for label, name in names.items()}
     shared = {word for word, count in Counter(words.values()).items() if count > 1}
     return {k: printable(f"{word} ({names[k]})" if word in shared else word) for k, word in words.items()}
-
-
-def _meaning(name: str) -> str:
-    if not WORDNET_ID.fullmatch(name):
-        return name
-    try:
-        return str(_imagenet().label_name_to_description(name)).split(",")[0]
-    except KeyError:
-        return name
-
-
-@cache
-def _imagenet() -> Any:
-    from timm.data.imagenet_info import ImageNetInfo
-
-    return ImageNetInfo()

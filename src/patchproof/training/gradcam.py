@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -77,12 +78,15 @@ def _transformer_blocks(classifier: nn.Module) -> nn.Sequential | None:
 
 
 def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
-    """Name of the last module to run whose output is a map (b c h w) of more than one position."""
+    """Name of the last module to run whose output is a map of more than one position; none, if tokens come after it."""
     seen: list[str] = []
 
     def note(name: str, output: object) -> None:
-        if isinstance(output, Tensor) and output.ndim == 4 and output.shape[2] * output.shape[3] > 1:
+        shape = tuple(output.shape[1:]) if isinstance(output, Tensor) else ()
+        if len(shape) == 3 and math.prod(shape) > max(shape[0], shape[2]):  # channels may come first or last
             seen.append(name)
+        elif len(shape) == 2 and shape[0] > 1:
+            seen.clear()
 
     handles = [
         module.register_forward_hook(lambda _m, _i, output, name=name: note(name, output))
@@ -101,9 +105,12 @@ def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
 
 
 def _as_grid(classifier: nn.Module, values: Tensor) -> Float[Tensor, "b c gh gw"]:
-    """Feature maps as they are; tokens laid out on the grid their patches came from, class tokens left out."""
+    """Feature maps with their channels first; tokens laid out on the grid their patches came from, class tokens left
+    out."""
     if values.ndim == 4:
-        return values
+        channels = getattr(getattr(classifier, "module", classifier), "num_features", None)
+        last = values.shape[3] == channels != values.shape[1]  # as Swin has them
+        return values.permute(0, 3, 1, 2) if last else values
     transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
     height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr,misc]
     tokens = values[:, values.shape[1] - height * width :]

@@ -178,7 +178,7 @@ class Trainer:
             yield
 
     def _prepared(self, batch: Batch, images: Tensor) -> tuple[Tensor, Tensor]:
-        if len(batch.indices) < 2:
+        if len(batch.indices) < min(2, self.plan.batch_size // self.accelerator.num_processes):
             raise CheckError(
                 f"step {self.step + 1}: {len(batch.bad)} images of its batch cannot be read, too few are left"
             )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from patchproof.types import InputError, Precision
+from patchproof.types import InputError, Precision, require_one_of
+
+Schedule = Literal["step", "cosine", "constant"]
+Optimizer = Literal["sgd", "adamw"]
+Augmentation = Literal["none", "light"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,14 @@ class Plan:
     epochs: int = 10
     batch_size: int = 64
     learning_rate: float = 0.01
-    schedule: Literal["step", "cosine", "constant"] = "step"
+    schedule: Schedule = "step"
     warmup_epochs: float = 0.0
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Optimizer = "sgd"
     momentum: float = 0.9
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
     ema: float = 0.0
-    augment: Literal["none", "light"] = "none"
+    augment: Augmentation = "none"
     clean_copies: bool = False
     head_only: bool = False
     accumulate: int = 1
@@ -37,6 +41,10 @@ class Plan:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        require_one_of("schedule", self.schedule, get_args(Schedule))
+        require_one_of("optimizer", self.optimizer, get_args(Optimizer))
+        require_one_of("augment", self.augment, get_args(Augmentation))
+        require_one_of("precision", self.precision, get_args(Precision))
         numbers = (
             self.learning_rate,
             self.warmup_epochs,
