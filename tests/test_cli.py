@@ -419,7 +419,7 @@ def test_the_classifier_is_checked_on_images_from_all_over_a_small_run(monkeypat
     assert positions[-1] >= 100 - -(-100 // len(pixels))
 
 
-def test_a_checkpoint_in_the_home_folder_is_found(photos, checkpoint, tmp_path, monkeypatch):
+def test_a_checkpoint_in_the_home_folder_is_found(photos, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     save_checkpoint(load_classifier("resnet10t", "random", class_names=CLASSES, input_size=(32, 32)), tmp_path / "own")
     assert certify("--weights=~/own", "--dataset", photos, "--patch", "2px", "--masks", "2", "--output", "r") == 0

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from timm.data.transforms import ResizeKeepRatio
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
@@ -38,7 +39,7 @@ from patchproof.data import (
     preprocess,
     spread_indices,
 )
-from patchproof.geometry import Rect, native_footprint
+from patchproof.geometry import Rect, native_footprint, placement
 from patchproof.types import CheckError, InputError, Preprocessing
 
 INTERPOLATION = {"nearest": InterpolationMode.NEAREST, "bilinear": InterpolationMode.BILINEAR}
@@ -650,7 +651,7 @@ def test_slivers_are_refused_before_they_are_enlarged() -> None:
     [
         (False, (224, 224), 0.875, Preprocessing(256, (224, 224))),
         (False, (224, 224), 0.9, Preprocessing(248, (224, 224))),
-        (False, (240, 224), 1.0, Preprocessing(240, (240, 224))),
+        (False, (240, 224), 1.0, Preprocessing((240, 224), (240, 224), cover=True)),
         (True, (224, 224), 0.875, Preprocessing((224, 224), None)),
         (numbered(1), (224, 224), 0.875, Preprocessing((224, 224), None)),
     ],
@@ -661,11 +662,20 @@ def test_default_preprocessing(
     assert default_preprocessing(source, size, crop_pct=crop_pct) == expected
 
 
-@pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300), (30, 40)])
-def test_any_image_can_be_brought_to_an_oblong_input(shape: tuple[int, int]) -> None:
-    pixels = np.zeros((*shape, 3), np.uint8)
-    for size in ((64, 96), (96, 64)):
-        assert preprocess(Image.fromarray(pixels), default_preprocessing(False, size)).shape == (3, *size)
+@pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300), (30, 40), (97, 1), (300, 401)])
+@pytest.mark.parametrize("size", [(64, 96), (96, 64)])
+def test_an_oblong_input_shows_as_much_of_any_image_as_timm_shows(
+    shape: tuple[int, int], size: tuple[int, int]
+) -> None:
+    pixels = Image.fromarray(np.zeros((*shape, 3), np.uint8))
+    preprocessing = default_preprocessing(False, size)
+    assert preprocess(pixels, preprocessing).shape == (3, *size)
+    margin = tuple(int(side / 0.875) for side in size)
+    found = placement(preprocessing, shape).resized
+    theirs = ResizeKeepRatio(margin)(pixels)  # it rounds the side that is not met exactly, and we cut it off
+    assert all(0 <= a - b <= 1 for a, b in zip((theirs.height, theirs.width), found, strict=True))
+    assert any(a == b for a, b in zip(margin, found, strict=True))
+    assert all(a >= b for a, b in zip(found, margin, strict=True))
 
 
 def test_default_preprocessing_options() -> None:

@@ -486,6 +486,16 @@ def test_an_exact_resize_and_no_resize_are_taken_as_they_are():
     assert placement(Preprocessing(None), (5, 7)) == Placement((5, 7), 0, 0, (5, 7))
 
 
+@pytest.mark.parametrize(("native", "resized"), [((30, 50), (44, 73)), ((50, 30), (116, 70)), ((40, 60), (46, 70))])
+def test_covering_is_resizing_to_the_size_that_covers(native, resized):
+    """Of its own aspect; the footprint of a patch follows."""
+    covering = Preprocessing((44, 70), (38, 61), cover=True)
+    exact = Preprocessing(resized, (38, 61))
+    assert placement(covering, native) == placement(exact, native)
+    threats = [native_threat(native_size=native, patch_sizes=((3, 5),), preprocessing=p) for p in (covering, exact)]
+    assert threats[0] == threats[1]
+
+
 @pytest.mark.parametrize("crop", [(9, 4), (4, 9)])
 def test_placement_refuses_a_crop_larger_than_the_image(crop):
     with pytest.raises(InputError, match=r"the crop .* is larger than the image \(8, 8\).* resize to at least 9"):

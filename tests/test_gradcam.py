@@ -113,7 +113,49 @@ def test_a_network_without_a_feature_map_is_refused():
         grad_cam(model, torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))
 
 
-def test_tokens_after_the_last_feature_map_make_that_no_map_of_the_evidence():
-    mixer = load_classifier("mixer_s32_224", "random", num_classes=3)
-    with pytest.raises(ValueError, match="has no feature map that Grad-CAM could look at; pass `layer`"):
-        grad_cam(mixer, torch.zeros(1, 3, 224, 224), torch.zeros(1, dtype=torch.int64))
+@pytest.mark.parametrize("name", ["mixer_s32_224", "xcit_nano_12_p16_224"])
+def test_tokens_after_the_last_feature_map_make_that_no_map_of_the_evidence(name):
+    classifier = load_classifier(name, "random", num_classes=3)
+    with pytest.raises(ValueError, match=f"{name} has no feature map that Grad-CAM could look at; pass `layer`"):
+        grad_cam(classifier, torch.zeros(1, 3, 224, 224), torch.zeros(1, dtype=torch.int64))
+
+
+class Reads(nn.Module):
+    """Convolutions, then a head that reads the map as a row of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_features = 16  # as many as the map has rows: no reason to take those for channels
+        self.body, self.flat, self.last = nn.Conv2d(3, 64, 3, padding=1), nn.Flatten(2), nn.Linear(64, 3)
+
+    def forward(self, images):
+        return self.last(self.flat(self.body(images).relu()).mean(dim=2))
+
+
+def test_a_map_that_a_head_flattens_is_still_the_map():
+    model, images = Reads().eval(), torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 2])
+    assert salient_layer(model, images[:1]) is model.body
+    expected = LayerGradCam(model, model.body).attribute(images, target=labels, relu_attributions=True)[:, 0].detach()
+    torch.testing.assert_close(grad_cam(model, images, labels), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_an_attention_pool_is_no_reason_to_refuse_the_map_before_it():
+    classifier = load_classifier("resnet50_clip", "random", num_classes=3, input_size=(64, 64))
+    layer = salient_layer(classifier, torch.zeros(1, 3, 64, 64))
+    assert layer is classifier.module.final_conv
+
+
+def test_an_earlier_layer_of_swin_has_its_channels_last_too():
+    classifier = load_classifier("swin_tiny_patch4_window7_224", "random", num_classes=3, input_size=(64, 64), seed=3)
+    images, labels = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2])
+    found = grad_cam(classifier, images, labels, layer=classifier.module.layers[1])
+    with torch.enable_grad():
+        captured = []
+        handle = classifier.module.layers[1].register_forward_hook(lambda _m, _i, output: captured.append(output))
+        logits = classifier(images)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), captured)
+    salience = (gradient.mean(dim=(1, 2), keepdim=True) * captured[0]).sum(dim=3).relu().detach()
+    expected = nn.functional.interpolate(salience[:, None], size=(64, 64), mode="bilinear", align_corners=False)[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.amax()))

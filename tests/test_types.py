@@ -40,23 +40,31 @@ WRONG = {
     "Misclassify('hinge')": "the loss must be one of cross-entropy, margin",
     "table((255 * images).byte())": "images must be floats in [0, 1]",
     "table(images[0])": "images must be floats in [0, 1] of shape (images, channels, height, width)",
-    "table(images, labels[:1])": "labels must be one int64 number for each of the 4 images",
-    "table(images, labels.float())": "labels must be one int64 number",
-    "table(images, labels[:, None])": "labels must be one int64 number",
+    "table(images, labels[:1])": "labels must be a tensor of one int64 number for each of the 4 images",
+    "table(images, labels.float())": "labels must be a tensor of one int64 number",
+    "table(images, labels[:, None])": "labels must be a tensor of one int64 number",
+    "table(images, [0, 0, 0, 0])": "labels must be a tensor of one int64 number for each of the 4 images, not list",
     "check(images[:0])": "give at least one",
-    "check(torch.rand(2, 3, 9, 9))": "the images are (9, 9), the masks are for (8, 8)",
+    "check(torch.rand(2, 3, 9, 9))": "images must be (images, channels, height, width) of the masks' (8, 8), not",
+    "check(torch.rand(3, 8, 8))": "images must be (images, channels, height, width) of the masks' (8, 8), not",
+    "check(images + 1e-6 - images.max() + 1)": "images must be floats in [0, 1], not torch.float32 from",
     "check(255 * images)": "images must be floats in [0, 1], not torch.float32 from",
     "check((255 * images).byte())": "images must be floats in [0, 1], not torch.uint8 from",
     "check(images - torch.nan)": "images must be floats in [0, 1]",
     "pp.PatchThreat.square(image_size=(8, 8), pixels=2.5)": "a size is (height, width) in whole pixels",
     "pp.PatchThreat((8, 8, 3), ((2, 2),))": "a size is (height, width) in whole pixels",
     "pp.PatchThreat((8, 8), (2, 2))": "a size is (height, width) in whole pixels",
+    "pp.PatchThreat((8, 8), None)": "the threat names no patch size",
+    "Preprocessing(resize=[8, 8])": "resize and crop are tuples (height, width)",
+    "Preprocessing(8, crop=[8, 8])": "resize and crop are tuples (height, width)",
+    "Preprocessing(8, crop=(8, 8), cover=True)": "an image can cover a (height, width), not 8",
 }
 
 RIGHT = (
     "hash(pp.PatchThreat([8, numpy.int64(8)], [[2, 2]])) == hash(threat)",
     "pp.PatchThreat([8, numpy.int64(8)], [[2, 2]]) == threat",
-    "not pp.MaskSet([8, 8], (pp.Rect(0, 0, 8, 8),)).uncovered(threat)",
+    "not pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)]).uncovered(threat)",
+    "hash(pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)])) == hash(pp.MaskSet((8, 8), (pp.Rect(0, 0, 8, 8),)))",
 )
 
 

@@ -167,15 +167,18 @@ def _check_finite(logits: Tensor, remark: str) -> None:
 
 
 def _check_images(images: Tensor, masks: MaskSet) -> None:
-    if not len(images):
+    if not images.numel():
         raise InputError("a classifier is checked on images; give at least one")
-    if tuple(images.shape[-2:]) != masks.image_size:
-        raise InputError(f"the images are {tuple(images.shape[-2:])}, the masks are for {masks.image_size}")
+    if images.ndim != 4 or tuple(images.shape[-2:]) != masks.image_size:
+        raise InputError(
+            f"images must be (images, channels, height, width) of the masks' {masks.image_size}, not of "
+            f"{tuple(images.shape)}"
+        )
     smallest, largest = torch.stack(images.aminmax()).tolist()
     if not (images.is_floating_point() and 0 <= smallest <= largest <= 1):
         raise InputError(
-            f"images must be floats in [0, 1], not {images.dtype} from {smallest:g} to {largest:g}; divide bytes by "
-            "255, and leave normalisation to the classifier"
+            f"images must be floats in [0, 1], not {images.dtype} from {smallest:.9g} to {largest:.9g}; divide bytes "
+            "by 255, and leave normalisation to the classifier"
         )
 
 

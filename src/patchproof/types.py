@@ -40,17 +40,23 @@ def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
 class Preprocessing:
     """How an image of any size becomes the network input: resize, then crop the centre.
 
-    `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width);
-    `crop` is the (height, width) cut from the centre, None to keep everything. `antialias` widens the kernel when
-    shrinking, as Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels an axis at any scale.
+    `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width); with
+    `cover`, the image keeps its aspect and becomes just large enough to cover that (height, width). `crop` is the
+    (height, width) cut from the centre, None to keep everything. `antialias` widens the kernel when shrinking, as
+    Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels an axis at any scale.
     """
 
     resize: int | Size | None
     crop: Size | None = None
     interpolation: Interpolation = "bicubic"
     antialias: bool = True
+    cover: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.resize, list) or isinstance(self.crop, list):
+            raise InputError(f"resize and crop are tuples (height, width), not {self.resize} and {self.crop}")
+        if self.cover and not isinstance(self.resize, tuple):
+            raise InputError(f"an image can cover a (height, width), not {self.resize}")
         sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (
             self.crop or ()
         )

@@ -21,6 +21,7 @@ from patchproof.geometry import MaskSet
 from patchproof.models import ImageClassifier, classifier_summary, weights_sha256
 from patchproof.records import SCHEMA
 from patchproof.training import Plan
+from patchproof.types import Preprocessing
 
 if TYPE_CHECKING:
     from patchproof.training.loop import Trainer
@@ -78,7 +79,7 @@ def identity(config: CertifyConfig, setup: Setup, source: ImageSource, indices: 
         "weights_sha256": weights_sha256(setup.classifier),
         "data_sha256": source.listing_sha256(),
         "images": f"{len(indices)} of {len(source)}",
-        "preprocessing": _plain(asdict(setup.preprocessing)),
+        "preprocessing": preprocessing_facts(setup.preprocessing),
         "threat_space": config.threat_space,
         "patch_sizes": _plain(setup.threat.patch_sizes),
         "masks": masks_in_words(setup.masks),
@@ -111,7 +112,7 @@ def training_manifest(
             "data_sha256": data.source.listing_sha256(),
             "validation_sha256": held_out.listing_sha256(),
             "images": f"{len(data.indices)} of {len(data.source)}",
-            "preprocessing": _plain(asdict(data.preprocessing)),
+            "preprocessing": preprocessing_facts(data.preprocessing),
             "plan": asdict(plan),
             "mask_patch": config.mask_patch,
             "validation_images": config.validation_images,
@@ -127,6 +128,12 @@ def training_manifest(
         "versions": versions(),
         "commit": source_commit(),
     }
+
+
+def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
+    """`cover` only where it is asked for: runs begun before there was such a thing have none, and can go on."""
+    facts: dict[str, Any] = _plain(asdict(preprocessing))
+    return facts if preprocessing.cover else {name: value for name, value in facts.items() if name != "cover"}
 
 
 def _plain(value: Any) -> Any:

@@ -46,15 +46,18 @@ def default_preprocessing(
 ) -> Preprocessing:
     """Low-resolution images whole to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
 
-    `source` is an image source, or whether the images are of low resolution; `side` is the longer of `input_size`, so
-    that no image is too small to be cropped to it.
+    `source` is an image source, or whether the images are of low resolution. For an oblong input, images cover
+    ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋, whatever their own aspect.
     """
     if not 0 < crop_pct <= 1:
         raise InputError(f"crop_pct is the share of the shorter side that is kept, 0 < crop_pct <= 1, not {crop_pct:g}")
     low_resolution = source if isinstance(source, bool) else source.low_resolution
     if low_resolution:
         return Preprocessing(resize=input_size, crop=None, interpolation=interpolation)
-    return Preprocessing(floor(max(input_size) / crop_pct), crop=input_size, interpolation=interpolation)
+    height, width = (floor(side / crop_pct) for side in input_size)
+    if height == width:
+        return Preprocessing(height, crop=input_size, interpolation=interpolation)
+    return Preprocessing((height, width), crop=input_size, interpolation=interpolation, cover=True)
 
 
 def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[np.ndarray, "h w 3"]:

@@ -73,7 +73,7 @@ class PatchThreat:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
-        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes)))
+        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes or ())))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -155,6 +155,7 @@ class MaskSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
+        object.__setattr__(self, "rects", tuple(self.rects))
         image = Rect(0, 0, *self.image_size)
         if not self.rects:
             raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")

@@ -23,7 +23,7 @@ class Placement:
 
 def placement(preprocessing: Preprocessing, native_size: Size) -> Placement:
     """Where the network input lies in the resized image."""
-    resized = _resized(preprocessing.resize, native_size)
+    resized = _resized(preprocessing.resize, native_size, cover=preprocessing.cover)
     crop = preprocessing.crop or resized
     if crop[0] > resized[0] or crop[1] > resized[1]:
         raise InputError(
@@ -36,14 +36,18 @@ def _centred(length: int, crop: int) -> int:
     return round((length - crop) / 2)  # halves to even, as torchvision's CenterCrop does
 
 
-def _resized(resize: int | Size | None, native_size: Size) -> Size:
+def _resized(resize: int | Size | None, native_size: Size, *, cover: bool) -> Size:
+    height, width = native_size
     if resize is None:
         return native_size
-    if isinstance(resize, tuple):
+    if isinstance(resize, int):
+        shorter = min(height, width)
+        return height * resize // shorter, width * resize // shorter
+    if not cover:
         return resize
-    height, width = native_size
-    shorter = min(height, width)
-    return height * resize // shorter, width * resize // shorter
+    if resize[0] * width >= resize[1] * height:
+        return resize[0], width * resize[0] // height
+    return height * resize[1] // width, resize[1]
 
 
 def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessing) -> Rect | None:

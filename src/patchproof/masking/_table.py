@@ -96,10 +96,10 @@ class TwoMaskTable:
 
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
         """
-        if labels.shape != self.images.shape[:1] or labels.dtype != torch.int64:
+        if not (isinstance(labels, Tensor) and labels.shape == self.images.shape[:1] and labels.dtype == torch.int64):
+            given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise InputError(
-                f"labels must be one int64 number for each of the {len(self.images)} images, not {labels.dtype} of "
-                f"{tuple(labels.shape)}"
+                f"labels must be a tensor of one int64 number for each of the {len(self.images)} images, not {given}"
             )
         self.labels = labels.cpu()
         self.range = label_range(self.labels)

@@ -192,19 +192,25 @@ def checked_prefix(
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
-    """A run goes on only with what it began with, and a training only to the same number of steps, which depends on the
-    number of processes too; what differs is named."""
+    """A run goes on only with what it began with, and a training only to the same number of steps; what differs is
+    named."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
     if stored["command"] != current["command"]:
         raise CheckError(
             f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another --output"
         )
-    before, now = ({"steps": made.get("steps"), **made["identity"]} for made in (stored, current))
+    before, now = stored["identity"], current["identity"]
     different = [key for key in now if before.get(key) != now[key]]
     if different:
         named = "; ".join(f"{key} was {_short(before.get(key))}, now {_short(now[key])}" for key in different)
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
+    if stored.get("steps") != current.get("steps"):
+        raise CheckError(
+            f"{where} was begun with {stored.get('processes')} processes and {stored.get('steps')} steps; with "
+            f"{current.get('processes')} it would be {current.get('steps')}, since a last batch too small to be shared "
+            "among them is left out; go on with as many as it was begun with"
+        )
 
 
 def _short(value: Any) -> str:

@@ -197,6 +197,7 @@ def _preprocessing(value: Any) -> Preprocessing:
         crop=None if crop is None else _size(crop),
         interpolation=value["interpolation"],
         antialias=bool(value["antialias"]),
+        cover=bool(value.get("cover", False)),
     )
 
 

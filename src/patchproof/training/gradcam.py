@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -12,8 +13,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.types import Classifier, InputError
+from patchproof.types import Classifier, InputError, Size
 
+POOLING = re.compile(r"(^|\.)(head|global_pool|attn_pool)(\.|$)")
 _SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -36,10 +38,10 @@ def grad_cam(
         logits = classifier(images)
         (activations,) = captured
         (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
-    grid = _as_grid(classifier, activations.detach().float()), _as_grid(classifier, gradients.float())
+    size = (int(images.shape[2]), int(images.shape[3]))
+    grid = [_as_grid(classifier, values.float(), size) for values in (activations.detach(), gradients)]
     weights = grid[1].mean(dim=(2, 3), keepdim=True)
     salience = (weights * grid[0]).sum(dim=1, keepdim=True).relu()
-    size = (int(images.shape[2]), int(images.shape[3]))
     return functional.interpolate(salience, size=size, mode="bilinear", align_corners=False)[:, 0]
 
 
@@ -71,25 +73,28 @@ def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.
 
 
 def _transformer_blocks(classifier: nn.Module) -> nn.Sequential | None:
+    """Those of a ViT, whose tokens lie on a grid that it knows."""
     for module in classifier.modules():
-        if hasattr(module, "patch_embed") and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
+        grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)
+        if grid is not None and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
             return module.blocks  # type: ignore[return-value]
     return None
 
 
 def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
-    """Name of the last module to run whose output is a map of more than one position; none, if tokens come after it."""
+    """Name of the last module to run whose output is a map of more than one position; none, if the network goes on with
+    tokens after it. What a head does with the map it pools is no such thing."""
     seen: list[str] = []
 
-    def note(name: str, output: object) -> None:
+    def note(name: str, module: nn.Module, output: object) -> None:
         shape = tuple(output.shape[1:]) if isinstance(output, Tensor) else ()
         if len(shape) == 3 and math.prod(shape) > max(shape[0], shape[2]):  # channels may come first or last
             seen.append(name)
-        elif len(shape) == 2 and shape[0] > 1:
+        elif len(shape) == 2 and shape[0] > 1 and not (POOLING.search(name) or isinstance(module, nn.Flatten)):
             seen.clear()
 
     handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: note(name, output))
+        module.register_forward_hook(lambda part, _i, output, name=name: note(name, part, output))
         for name, module in classifier.named_modules()
         if name
     ]
@@ -100,17 +105,21 @@ def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
         for handle in handles:
             handle.remove()
     if not seen:
-        raise InputError(f"{type(classifier).__name__} has no feature map that Grad-CAM could look at; pass `layer`")
+        name = getattr(classifier, "architecture", type(classifier).__name__)
+        raise InputError(f"{name} has no feature map that Grad-CAM could look at; pass `layer`, or train without it")
     return seen[-1]
 
 
-def _as_grid(classifier: nn.Module, values: Tensor) -> Float[Tensor, "b c gh gw"]:
+def _as_grid(classifier: nn.Module, values: Tensor, size: Size) -> Float[Tensor, "b c gh gw"]:
     """Feature maps with their channels first; tokens laid out on the grid their patches came from, class tokens left
-    out."""
+    out. Swin and others have channels last: a map has the image's aspect, its channels only by chance."""
+
+    def squeezed(height: int, width: int) -> float:
+        return abs(math.log(height * size[1] / (width * size[0])))
+
     if values.ndim == 4:
-        channels = getattr(getattr(classifier, "module", classifier), "num_features", None)
-        last = values.shape[3] == channels != values.shape[1]  # as Swin has them
-        return values.permute(0, 3, 1, 2) if last else values
+        one, two, three = values.shape[1:]
+        return values.permute(0, 3, 1, 2) if squeezed(one, two) < squeezed(two, three) else values
     transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
     height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr,misc]
     tokens = values[:, values.shape[1] - height * width :]
