@@ -420,7 +420,7 @@ def test_adaptive_attacks_break_nearly_all_that_brute_force_breaks(cases):
     assert len(attacked & brute) >= 0.9 * len(brute)
 
 
-@pytest.mark.parametrize("search", ["gradient", "grid"])
+@pytest.mark.parametrize("search", ["gradient", pytest.param("grid", marks=pytest.mark.slow)])
 def test_what_is_found_does_not_depend_on_the_batch_or_its_order(search):
     generator = torch.Generator().manual_seed(4)
     threat = pp.PatchThreat((9, 8), ((3, 3),))

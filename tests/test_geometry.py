@@ -612,7 +612,7 @@ def test_footprint_is_the_hull_of_what_moves(native, resize, size, crop, interpo
         assert threat == PatchThreat(crop or size, (largest(measured.values()),))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS[::2], *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS[1::2])])
 def test_footprint_of_a_pixel_is_exact_at_every_ratio(kernel):
     pairs = [(n, r) for n, r in product(range(1, 18), range(1, 41)) if not has_tie((n,), (r,), kernel)]
     assert len(pairs) > 300

@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,14 @@ def records(folder: Path, name: str = "records") -> list[dict]:
 
 def share(folder: Path, name: str) -> float:
     """The percentage, counted without the program."""
-    found = [record[name] for record in records(folder)]
-    return 100 * found.count(True) / len(found)
+    return shares(folder)[name]
+
+
+@cache
+def shares(folder: Path) -> dict[str, float]:
+    found = records(folder)
+    names = [name for name in found[0] if any(isinstance(one[name], bool) for one in found)]
+    return {name: 100 * statistics.mean(one[name] is True for one in found) for name in names}
 
 
 def without_blocks(text: str) -> str:
