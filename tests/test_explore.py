@@ -213,6 +213,7 @@ def test_an_optimised_patch_lowers_the_margin_it_is_made_against(fitted, defende
     assert all(parameter.grad is None for parameter in fitted.classifier.parameters())
 
 
+@pytest.mark.slow
 def test_no_optimised_patch_changes_a_certified_answer(fitted):
     """The theorem, seen from the explorer: wherever the optimiser wins, the table had said it might."""
     source = open_dataset("fashion-mini")

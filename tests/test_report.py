@@ -336,6 +336,7 @@ def test_names_and_paths_are_shown_as_text_whatever_they_hold(tmp_path):
     assert r"\textless{}script\textgreater{}" in (tmp_path / "out0" / "tables" / "classes.tex").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
     train = write_training(tmp_path / "trained")
     for name in ("one", "two"):
