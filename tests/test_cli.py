@@ -230,7 +230,7 @@ def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, tmp_pa
     [
         (("--masks", 3), "masks was 2x2 masks"),
         (("--patch", "4px"), r"patch_sizes was \[\[5, 5\]\], now \[\[4, 4\]\]"),
-        (("--precision", "bf16"), "precision was fp32, now bf16"),
+        pytest.param(("--precision", "bf16"), "precision was fp32, now bf16", marks=pytest.mark.slow),
         (("--limit", 5), "images was 4 of 12, now 5 of 12"),
         (("--weights", "other"), "weights_sha256 was"),
         (("--exhaustive",), "exhaustive was false, now true"),

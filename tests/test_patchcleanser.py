@@ -80,7 +80,10 @@ def attacked_answers(masks, threat, label, scheme):
 CASES = [((6, 6), (2, 2), 2), ((5, 7), (2, 3), 3), ((6, 6), (1, 3), 3), ((4, 8), (3, 2), 2)]
 
 
-@pytest.mark.parametrize(("image_size", "patch", "per_axis"), CASES)
+@pytest.mark.parametrize(
+    ("image_size", "patch", "per_axis"),
+    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
+)
 def test_no_patch_anywhere_changes_the_answer_on_a_certified_image(image_size, patch, per_axis):
     threat = pp.PatchThreat(image_size, (patch,))
     masks = pp.covering_masks(threat, per_axis=per_axis)
