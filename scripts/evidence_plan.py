@@ -122,7 +122,7 @@ def imagenette_more() -> Iterator[Step]:
 
 
 def imagenette_one_epoch() -> Iterator[Step]:
-    """The searches through all 6×6 masks, which are too dear for ten epochs, and beside them every other strategy; two
+    """The searches through all 6×6 masks, which are dear, and beside them every other strategy; two
     more seeds of `rand` and `greedy` show how much one epoch leaves to chance."""
     for strategy in (*TOO_DEAR, "greedy", *(s for s in CHOSEN if s != "greedy")):
         yield from one_epoch(strategy, 0, (3, 6))

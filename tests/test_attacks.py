@@ -198,7 +198,7 @@ SLY = {
     ),
     "pixels that lie": (
         lambda _, images, count: Patched(torch.ones_like(images).as_subclass(Lying), (PLACE,) * 2, count, count),
-        "74 pixels outside",
+        "a plain dense tensor is expected, not a Lying",
     ),
     "nothing": (lambda *_: None, "no proposal"),
     "no places": (lambda _, images, count: Patched(images, None, count, count), "no proposal"),

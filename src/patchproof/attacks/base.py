@@ -132,11 +132,7 @@ def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "
 def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
     """The proposal, each part read once and copied into plain tensors and rectangles, which are then checked."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-            images, passes, queries = (
-                Tensor.clone(Tensor.as_subclass(Tensor.detach(part), Tensor))
-                for part in (found.images, found.passes, found.queries)
-            )
+        images, passes, queries = (_copied(part) for part in (found.images, found.passes, found.queries))
         places = tuple(Rect(*map(operator.index, (p.top, p.left, p.height, p.width))) for p in found.places)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
@@ -144,6 +140,13 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
         if counts.shape != (count,) or counts.dtype != torch.int64 or bool((counts < 0).any()):
             raise CheckError(f"{name} must count passes and queries in {count} whole numbers of at least 0, int64")
     return Patched(images, places, passes, queries)
+
+
+def _copied(part: Any) -> Tensor:
+    """By torch's own methods: a derived class answers as it likes, and a plain tensor may have others set on it."""
+    if type(part) is not Tensor or part.layout is not torch.strided:
+        raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
+    return Tensor.clone(Tensor.detach(part))
 
 
 def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:

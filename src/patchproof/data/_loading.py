@@ -164,5 +164,6 @@ def _stack(images: list[Tensor], preprocessing: Preprocessing) -> UInt8[Tensor, 
 
 def _fixed_size(preprocessing: Preprocessing) -> Size:
     """The input size where it does not depend on the image, else (0, 0)."""
-    exact = isinstance(preprocessing.resize, tuple) and not preprocessing.cover
-    return preprocessing.crop or (preprocessing.resize if exact else (0, 0))  # type: ignore[return-value]
+    if preprocessing.crop is not None:
+        return preprocessing.crop
+    return preprocessing.resize if isinstance(preprocessing.resize, tuple) and not preprocessing.cover else (0, 0)

@@ -190,8 +190,6 @@ def _mask_set(value: Any) -> MaskSet:
 
 def _preprocessing(value: Any) -> Preprocessing:
     resize, crop = value["resize"], value["crop"]
-    if value["interpolation"] not in ("nearest", "bilinear", "bicubic"):
-        raise ValueError(value["interpolation"])
     return Preprocessing(
         resize=_size(resize) if isinstance(resize, list) else None if resize is None else _whole(resize),
         crop=None if crop is None else _size(crop),
