@@ -12,14 +12,16 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from patchproof.masking import Engine, forward
+from patchproof.masking import AUTOCAST, Engine, MaskedForward, network
 from patchproof.models import ImageClassifier, load_classifier
 from patchproof.training import masking_strategy
 from patchproof.training.loop import masked_loss
+from patchproof.types import Precision
 
 SEARCH_PASSES = 25
 
@@ -29,7 +31,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+def seconds(work: Callable[[], object], device: torch.device) -> float:
     synchronise(device)
     started = time.perf_counter()
     work()
@@ -37,7 +39,7 @@ def seconds(work, device: torch.device) -> float:  # type: ignore[no-untyped-def
     return time.perf_counter() - started
 
 
-def peak_bytes(work, device: torch.device) -> int | None:  # type: ignore[no-untyped-def]
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     """Memory above what is held already, on a GPU; the CPU has no such counter."""
     if device.type != "cuda":
         work()
@@ -53,7 +55,9 @@ def peak_bytes(work, device: torch.device) -> int | None:  # type: ignore[no-unt
 class Step:
     """The parts of one training step on a fixed batch."""
 
-    def __init__(self, classifier: ImageClassifier, batch: int, precision: str, device: torch.device, chunk: int):
+    def __init__(
+        self, classifier: ImageClassifier, batch: int, precision: Precision, device: torch.device, chunk: int
+    ) -> None:
         self.classifier, self.device, self.precision, self.chunk = classifier.to(device), device, precision, chunk
         generator = torch.Generator().manual_seed(0)
         self.images = torch.rand(batch, 3, *classifier.input_size, generator=generator).to(device)
@@ -62,7 +66,7 @@ class Step:
             "greedy",
             image_size=classifier.input_size,
             generator=generator,
-            engine=Engine(chunk=chunk, precision=precision),  # type: ignore[arg-type]
+            engine=Engine(batch_size=chunk, precision=precision),
         )
         self.optimizer = torch.optim.SGD(classifier.parameters(), lr=1e-6, momentum=0.9)
         self.keep = self.search()
@@ -72,17 +76,15 @@ class Step:
 
     def inference(self) -> None:
         """As many copies as the search looks at, through the bare network, in the same chunks."""
-        self.classifier.eval()
-        copies = self.images.repeat(SEARCH_PASSES, 1, 1, 1)
-        for part in copies.split(self.chunk):
-            forward(self.classifier, part, precision=self.precision)  # type: ignore[arg-type]
+        one_pass = network(self.classifier.eval(), precision=self.precision)
+        for part in self.images.repeat(SEARCH_PASSES, 1, 1, 1).split(self.chunk):
+            one_pass(part, None)
 
     def update(self) -> None:
         self.classifier.train()
-        enabled = self.precision in ("bf16", "fp16")
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
-            loss = masked_loss(self.classifier, self.images, self.labels, self.keep)
+        dtype = AUTOCAST.get(self.precision)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = masked_loss(MaskedForward(self.classifier), self.images, self.labels, self.keep)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,68 +1,68 @@
-"""What a fast precision gains and costs: passes a second of one network in several forms, and how far gaps move.
+"""What a fast precision gains and costs: passes per second of one network in several forms, and how far gaps move.
 
     python benchmarks/precision.py --model tf_efficientnet_lite0 --weights zoo --images IMAGES --device cuda \
         --output benchmarks/results/precision-h200-tf_efficientnet_lite0.json
 
-Rates are those of the bare network on a batch that lies ready: under autocast, converted to the type, and compiled. A
-gap is the lead of a masked copy's label over the runner-up; its change against float32 is what τ has to cover.
+Rates are those of the bare network on one batch, again and again: under autocast, converted to the type, and compiled.
+A gap is the lead of a masked copy's label over the runner-up; its change against float32 is what τ has to cover.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from patchproof.checks import _gap_change
-from patchproof.cli._setup import choose_preprocessing
-from patchproof.data import iterate_batches, open_dataset, spread_indices
-from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import AUTOCAST, as_images, fill_colour, forward, occlude, tf32
-from patchproof.models import ImageClassifier, load_classifier
-from patchproof.throughput import _rate
-from patchproof.types import Precision
+import patchproof as pp
+from patchproof.data import iterate_batches, spread_indices
+from patchproof.masking import AUTOCAST, as_images, tf32
+from patchproof.models import ImageClassifier
+from patchproof.runs import preprocessing_for
+
+
+def rate(network: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor, *, seconds: float) -> float:
+    """Passes per second."""
+    for _ in range(2):
+        network(images)[0, 0].item()  # waits for the device
+    passes, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        network(images)[0, 0].item()
+        passes += len(images)
+    return passes / (time.perf_counter() - started)
 
 
 def rates(classifier: ImageClassifier, images: torch.Tensor, *, compiled: bool, seconds: float) -> dict[str, float]:
-    """Passes a second by form."""
-    network = classifier.eval().module
+    """Passes per second by form."""
     found = {}
     with torch.inference_mode():
         for name, allowed in (("fp32", False), ("tf32", True)):
             with tf32(allowed):
-                found[name] = _rate(network, images, seconds=seconds)
+                found[name] = rate(classifier.module, images, seconds=seconds)
         for name, dtype in AUTOCAST.items():
             with torch.autocast(images.device.type, dtype=dtype):
-                found[f"{name} autocast"] = _rate(network, images, seconds=seconds)
+                found[f"{name} autocast"] = rate(classifier.module, images, seconds=seconds)
     for name, dtype in AUTOCAST.items():
         for form in (False, True) if compiled else (False,):
             converted = classifier.lowered(dtype, compiled=form)
             if converted is not None:
                 with torch.inference_mode():
-                    words = "compiled" if form else "converted"
-                    found[f"{name} {words}"] = _rate(converted, images, seconds=seconds)
+                    found[f"{name} {'compiled' if form else 'converted'}"] = rate(converted, images, seconds=seconds)
     return found
 
 
-def gap_changes(classifier: ImageClassifier, images: torch.Tensor, chunk: int) -> dict[str, float]:
-    """Largest change of a gap against float32, over six masked copies an image (2% patch, 6×6 masks)."""
-    masks = covering_masks(PatchThreat.square(image_size=classifier.input_size, percent=2), per_axis=6)
-    keep, fill = masks.keep(images.device), fill_colour(classifier, images)
-    drawn = torch.randint(len(masks), (2, 6 * len(images)), generator=torch.Generator().manual_seed(0))
-    first, second = drawn.to(images.device)
-    of = torch.arange(len(images), device=images.device).repeat(6)
-
-    def logits(size: int, precision: Precision) -> torch.Tensor:
-        parts = zip(of.split(size), first.split(size), second.split(size), strict=True)
-        copies = (occlude(images[i], keep[a] & keep[b], fill) for i, a, b in parts)
-        return torch.cat([forward(classifier, part, precision=precision) for part in copies])
-
-    sure = logits(chunk, "fp32")
-    others: tuple[Precision, ...] = ("bf16", "fp16", "tf32")
-    found: dict[str, float] = {p: _gap_change(logits(chunk, p), sure) for p in others}
-    return {**found, "fp32 in other batches": _gap_change(logits(max(1, chunk // 6), "fp32"), sure)}
+def gap_changes(classifier: ImageClassifier, images: torch.Tensor, chunk: int, copies: int) -> dict[str, float]:
+    """Largest change of a gap against float32, over masked copies (2% patch, 6×6 masks)."""
+    masks = pp.covering_masks(pp.PatchThreat.square(image_size=classifier.input_size, percent=2), per_axis=6)
+    found: dict[str, float] = {}
+    for precision in ("bf16", "fp16", "tf32"):
+        engine = pp.Engine(precision=precision, batch_size=chunk)  # type: ignore[arg-type]
+        _, drift = pp.check_classifier(classifier, images, masks, engine=engine, copies=copies)
+        found |= {precision: drift.precision, "fp32 in other batches": drift.gap}
+    return found
 
 
 def main() -> None:
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    source = open_dataset(arguments.images)
-    classifier = load_classifier(arguments.model, arguments.weights, num_classes=None).eval().to(device)
+    source = pp.open_dataset(arguments.images)
+    classifier = pp.load_classifier(arguments.model, arguments.weights).to(device)
     classifier = classifier.to(memory_format=torch.channels_last)
-    preprocessing = choose_preprocessing(classifier, low_resolution=source.low_resolution)
+    preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
     indices = spread_indices(source, arguments.limit)
     pixels = torch.cat([b.images for b in iterate_batches(source, preprocessing, indices, batch_size=64)])
     images = as_images(pixels, device)
@@ -95,7 +95,7 @@ def main() -> None:
         "chunk": arguments.chunk,
         "masked_copies": 6 * len(images),
         "passes_per_second": rates(classifier, batch, compiled=arguments.compile, seconds=arguments.seconds),
-        "largest_gap_change": gap_changes(classifier, images, arguments.chunk),
+        "largest_gap_change": gap_changes(classifier, images, arguments.chunk, 6 * len(images)),
     }
     print(json.dumps(report, indent=2))
     if arguments.output:

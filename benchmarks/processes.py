@@ -1,6 +1,6 @@
 """How the time of `patchproof certify` falls with the number of processes, and that their records are the same bytes.
 
-    python benchmarks/processes.py --processes 1 2 --output benchmarks/results/processes-cpu.json -- --limit 300
+    python benchmarks/processes.py --processes 1 2 --output benchmarks/results/processes-cpu.json -- --weights DIR
 
 What follows `--` goes to `certify`.
 """

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def throughput() -> Iterator[str]:
-    """Passes a second: the bare network, the peer, ours; and what that makes."""
+    """Passes per second: the bare network, the peer, ours; and what that makes."""
     heads = (
         "model",
         "device",
@@ -27,7 +27,7 @@ def throughput() -> Iterator[str]:
         "ours, every pair",
         "of the bare network",
         "times the peer",
-        "with early exit: passes an image",
+        "with early exit: passes per image",
         "times the peer",
         "decided otherwise",
     )
@@ -50,7 +50,7 @@ def throughput() -> Iterator[str]:
 
 def prediction() -> Iterator[str]:
     """Double masking's answers: ours in batches, the peer's one image at a time."""
-    yield "| model | device | precision | masks | passes an image | images a second | peer | times the peer |"
+    yield "| model | device | precision | masks | passes per image | images per second | peer | times the peer |"
     yield f"|---|---|---|{'---:|' * 5}"
     for path in sorted((HERE / "results").glob("bench-*.json")):
         found = json.loads(path.read_text())
@@ -64,8 +64,8 @@ def prediction() -> Iterator[str]:
 
 
 def scaling() -> Iterator[str]:
-    """How the cost of certification grows with masks an axis, and with images."""
-    yield "| model | device | masks an axis | masks | pairs | images | passes an image | seconds an image |"
+    """How the cost of certification grows with masks per axis, and with images."""
+    yield "| model | device | masks per axis | masks | pairs | images | passes per image | seconds per image |"
     yield f"|---|---|{'---:|' * 6}"
     for path in sorted((HERE / "results").glob("bench-*.json")):
         found = json.loads(path.read_text())
@@ -112,7 +112,7 @@ FORMS = ("fp32", "tf32", "bf16 autocast", "bf16 converted", "fp16 converted", "b
 
 
 def precision() -> Iterator[str]:
-    """Passes a second of the bare network by form."""
+    """Passes per second of the bare network by form."""
     yield f"| model | device | {' | '.join(FORMS)} |"
     yield f"|---|---|{'---:|' * len(FORMS)}"
     for path in sorted((HERE / "results").glob("precision-*.json")):

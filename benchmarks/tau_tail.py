@@ -15,27 +15,26 @@ from pathlib import Path
 
 import torch
 
-from patchproof.cli._setup import choose_preprocessing
-from patchproof.data import iterate_batches, open_dataset
-from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import as_images, fill_colour, forward, label_margin, occlude, top_two
-from patchproof.models import ImageClassifier, checkpoint_architecture, load_classifier
+import patchproof as pp
+from patchproof.data import iterate_batches
+from patchproof.masking import as_images, label_margin, network, top_two
+from patchproof.models import ImageClassifier
+from patchproof.runs import preprocessing_for
 
 ROUNDS, DRAWS, CHUNK = 12, 400, 250
 
 
 def changes(classifier: ImageClassifier, images: torch.Tensor, per_axis: int) -> torch.Tensor:
     """|change of the gap| of every image (columns) under a random pair of masks, in several rounds (rows)."""
-    masks = covering_masks(PatchThreat.square(image_size=classifier.input_size, percent=3), per_axis=per_axis)
-    keep, fill = masks.keep(), fill_colour(classifier, images)
-    generator = torch.Generator().manual_seed(0)
+    masks = pp.covering_masks(pp.PatchThreat.square(image_size=classifier.input_size, percent=3), per_axis=per_axis)
+    keep, generator = masks.keep(), torch.Generator().manual_seed(0)
+    fast_pass, sure_pass = network(classifier, precision="bf16"), network(classifier)
     rounds = []
     for _ in range(ROUNDS):
         first, second = torch.randint(len(masks), (2, len(images)), generator=generator)
-        copies = occlude(images, keep[first] & keep[second], fill).split(CHUNK)
-        fast = torch.cat([forward(classifier, part, precision="bf16") for part in copies])
-        label, gap = top_two(fast)
-        sure = torch.cat([forward(classifier, part) for part in copies])
+        copies = list(zip(images.split(CHUNK), (keep[first] & keep[second]).split(CHUNK), strict=True))
+        label, gap = top_two(torch.cat([fast_pass(*part) for part in copies]))
+        sure = torch.cat([sure_pass(*part) for part in copies])
         rounds.append((gap - label_margin(sure, label)).abs())
     return torch.stack(rounds)
 
@@ -64,9 +63,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="checkpoint folder of a network for fashion-mini")
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
-    source = open_dataset("fashion-mini")
-    classifier = load_classifier(checkpoint_architecture(arguments.weights) or "small", str(arguments.weights)).eval()
-    preprocessing = choose_preprocessing(classifier, low_resolution=source.low_resolution)
+    source = pp.open_dataset("fashion-mini")
+    classifier = pp.load_checkpoint(arguments.weights)
+    preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
     batches = iterate_batches(source, preprocessing, range(len(source)), batch_size=100)
     images = as_images(torch.cat([batch.images for batch in batches]), "cpu")
     report = {}

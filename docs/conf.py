@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "src")]
@@ -48,3 +50,12 @@ html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0072b2", "color-brand-content": "#0072b2"},
     "dark_css_variables": {"color-brand-primary": "#62b5e5", "color-brand-content": "#62b5e5"},
 }
+
+
+def absolute_values(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """|x| in a docstring is an absolute value, not a substitution of reStructuredText."""
+    lines[:] = [re.sub(r"\|(\w+)\|", r"\|\1\|", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", absolute_values)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from evidence_plan import EXPERIMENTS, Step
 
-from patchproof.records import read_json
+from patchproof.runs import read_json
 from patchproof.types import CheckError, PatchproofError
 
 PROGRAM = [sys.executable, "-m", "patchproof"]
@@ -45,7 +45,7 @@ class Work:
     results: Path
     processes: int = 1
     rate: float = 15_000.0
-    """Passes a second, of all processes together."""
+    """Passes per second, of all processes together."""
     ends: float = float("inf")
     running: dict[Step, tuple[subprocess.Popen[bytes], float]] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/evidence"))
     parser.add_argument("--results", type=Path, default=Path("runs/evidence-results"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--rate", type=float, default=Work.rate, help="inference passes a second, to plan with")
+    parser.add_argument("--rate", type=float, default=Work.rate, help="inference passes per second, to plan with")
     parser.add_argument("--only", default="", help="only steps whose name contains this, or one of these with commas")
     parser.add_argument("--processes", type=int, default=1, help="number of steps at a time")
     parser.add_argument("--plan", action="store_true", help="print the commands and stop")

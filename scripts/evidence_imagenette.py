@@ -6,8 +6,7 @@ from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, notes, rate_text, spread
 from matplotlib.axes import Axes
 
-from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
-from patchproof.report._tables import Column, Table
+from patchproof.report import Column, Picture, Table, draw, error_line, percent_axis, series_style
 
 ROUND_PASSES = (10, 30, 100, 300)
 
@@ -74,14 +73,14 @@ def masks_table(results: list[Result]) -> Table:
         Column("strategy"),
         Column("masks"),
         Column("certified at 3%"),
-        Column("passes an image"),
+        Column("passes per image"),
     )
     chosen = [r for r in results if r.strategy in ("cutout", "greedy") and r.patch == "3%" and r.seed == 0]
     return Table("imagenette-masks", "ImageNette: more masks", columns, tuple(rows), notes(chosen))
 
 
 def curves(results: list[Result]) -> list[Picture]:
-    """What more masks an axis bring, and what they cost, for `cutout` and `greedy` at 3%."""
+    """What more masks per axis bring, and what they cost, for `cutout` and `greedy` at 3%."""
     lines = {
         s: sorted(pick(results, strategy=s, seed=0, patch="3%"), key=lambda r: r.masks) for s in ("cutout", "greedy")
     }
@@ -104,10 +103,10 @@ def curves(results: list[Result]) -> list[Picture]:
         axes.set_yscale("log")
         axes.set_yticks(ROUND_PASSES, [str(passes) for passes in ROUND_PASSES])
         axes.minorticks_off()
-        _name_masks(axes, every, "passes an image")
+        _name_masks(axes, every, "passes per image")
 
     brings = "Certified accuracy against masks per axis for cutout and greedy, with 95% intervals."
-    costs = "Passes an image against masks per axis for cutout and greedy, on a logarithmic scale."
+    costs = "Passes per image against masks per axis for cutout and greedy, on a logarithmic scale."
     return [
         draw("imagenette-masks", f"ImageNette: certified, n = {n}", brings, certified),
         draw("imagenette-cost", "ImageNette: passes with early exit", costs, cost),

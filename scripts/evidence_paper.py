@@ -8,7 +8,7 @@ from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, TITLES, cell, notes
 
 from patchproof.recipes import recipes
-from patchproof.report._tables import Column, Table
+from patchproof.report import Column, Table
 
 FAMILIES = {"resnet": "ResNet", "vit": "ViT-B", "convnext": "ConvNeXt"}
 OURS_AND_THEIRS = (Column("ours, EfficientNet-lite0"), *(Column(f"paper, {name}") for name in FAMILIES.values()))

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.training import STRATEGIES
-from patchproof.training.strategies import masking_strategy
+from patchproof.training import STRATEGIES, masking_strategy
 
 TOO_DEAR = ("greedy6x6", "grid6x6")
 """Searches through all 6×6 masks: for one epoch only."""
@@ -109,7 +108,7 @@ def imagenette() -> Iterator[Step]:
 
 
 def imagenette_more() -> Iterator[Step]:
-    """The other patches, and the curve over masks an axis for `cutout` and `greedy`."""
+    """The other patches, and the curve over masks per axis for `cutout` and `greedy`."""
     for strategy in CHOSEN:
         for patch in ("2%", "1%"):
             yield nette(strategy, 0, patch, 3)

@@ -1,38 +1,20 @@
-"""The certifications under results/, counted from their records."""
+"""The runs under results/, counted from their records."""
 
 from __future__ import annotations
 
-import json
 import lzma
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from scipy import stats
 
-from patchproof.records import ACCURACIES, ATTACK_ACCURACIES, Rate
-
-
-@dataclass(frozen=True)
-class Training:
-    """One fine-tuning: what it took."""
-
-    seconds: float
-    epochs: int
-    device: str
-    forwards: int
-    backwards: int
-    last_loss: float
-    """Mean over the steps of the last epoch."""
-
-    @property
-    def passes(self) -> int:
-        """Extra passes an image, forward and backward, of all its copies."""
-        return self.forwards + self.backwards
+from patchproof.runs import ATTACK_ACCURACIES, Rate, StoredCertification, StoredTraining, Tally, read_json, read_run
 
 
 @dataclass(frozen=True)
@@ -45,12 +27,12 @@ class Result:
     native: bool
     patch: str
     masks: int
-    rates: dict[str, Rate]
+    rates: Mapping[str, Rate]
     available: int
     passes: float
     seconds: float
     device: str
-    training: Training | None
+    training: StoredTraining | None
     images: frozenset[int]
     proven: frozenset[int]
     """Which images were looked at, and which of them certified."""
@@ -71,7 +53,7 @@ class Attacked:
     strategy: str
     patch: str
     masks: int
-    rates: dict[str, Rate]
+    rates: Mapping[str, Rate]
     available: int
     broken: int
     passes: int
@@ -81,36 +63,6 @@ class Attacked:
     seed: int
     seconds: float
     device: str
-
-
-def read_attacks(folder: Path) -> list[Attacked]:
-    """Every run of attacks below the folder."""
-    return [attacked(path, folder) for path in runs_of("attack", folder)]
-
-
-def attacked(path: Path, root: Path) -> Attacked:
-    manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
-    records = [record for record in map(json.loads, _lines(path)) if "error" not in record]
-    rates = _counted(records, ATTACK_ACCURACIES)
-    _refuse_contradiction(path, rates, results)
-    experiment, run = path.relative_to(root).parts[:2]
-    config = manifest["config"]
-    return Attacked(
-        experiment=experiment,
-        strategy=run.partition("-seed")[0],
-        patch=config["patch"],
-        masks=config["masks"],
-        rates=rates,
-        available=manifest["data"]["images"],
-        broken=sum(record["certified"] and record["attacked"] is False for record in records),
-        passes=sum(record["passes"] for record in records),
-        queries=sum(record["queries"] for record in records),
-        plan=_effort(config),
-        precision=config["precision"],
-        seed=config["seed"],
-        seconds=results["cost"]["seconds"],
-        device=manifest["device"],
-    )
 
 
 @dataclass(frozen=True)
@@ -134,13 +86,109 @@ class Onslaught:
 DEFENSES = ("double masking", "mask removed", "literal rule")
 
 
+def stored(path: Path) -> Any:
+    """A run whose lines are kept compressed; one whose files contradict each other is refused."""
+    with TemporaryDirectory() as place:
+        for file in path.iterdir():
+            content = file.read_bytes()
+            unpacked = lzma.decompress(content) if file.suffix == ".xz" else content
+            (Path(place) / file.name.removesuffix(".xz")).write_bytes(unpacked)
+        run = read_run(Path(place), path.name)
+    wrong = [notice for notice in run.notices if not notice.startswith("partial: ")]
+    if wrong:
+        raise SystemExit(f"{path}: {wrong[0]}")
+    return run
+
+
+def runs_of(command: str, folder: Path) -> list[Path]:
+    """Those with results: a folder gets them last."""
+    found = [path.parent for path in sorted(folder.rglob("results.json"))]
+    return [path for path in found if read_json(path / "manifest.json")["command"] == command]
+
+
+@cache
+def training(path: Path) -> StoredTraining | None:
+    return stored(path) if path.is_dir() else None
+
+
+def read(folder: Path) -> list[Result]:
+    """Every certification below the folder."""
+    return [result(path, folder) for path in runs_of("certify", folder)]
+
+
+def result(path: Path, root: Path) -> Result:
+    run: StoredCertification = stored(path)
+    experiment, name = path.relative_to(root).parts[:2]
+    strategy, _, seed = name.partition("-seed")
+    return Result(
+        experiment=experiment,
+        strategy=strategy,
+        seed=int(seed or 0),
+        native=run.native,
+        patch=run.config["patch"],
+        masks=run.config["masks"],
+        rates=run.rates,
+        available=run.available,
+        passes=statistics.mean(record.forwards for record in run.good),
+        seconds=run.seconds or 0.0,
+        device=run.device,
+        training=training(root / experiment / name / "train"),
+        images=frozenset(record.index for record in run.good),
+        proven=frozenset(record.index for record in run.good if record.certified),
+        failing_in_the_middle=_in_the_middle(run),
+    )
+
+
+def _in_the_middle(run: StoredCertification) -> float | None:
+    assert run.masks is not None
+    row, column = (side // 2 for side in run.masks.image_size)
+    rects = enumerate(run.masks.rects)
+    middle = {n for n, r in rects if r.top <= row < r.bottom and r.left <= column < r.right}
+    failing = [record.evidence["witness"] for record in run.good if not record.certified]
+    pairs = [set(witness["masks"]) for witness in failing if witness]
+    return statistics.mean(bool(middle & pair) for pair in pairs) if pairs else None
+
+
+def last_loss(training: StoredTraining) -> float:
+    """Mean over the steps of the last epoch."""
+    steps = len(training.losses) // training.config["epochs"]
+    return statistics.mean(loss for _, loss in training.losses[-steps:])
+
+
+def read_attacks(folder: Path) -> list[Attacked]:
+    """Every run of attacks below the folder."""
+    return [attacked(path, folder) for path in runs_of("attack", folder)]
+
+
+def attacked(path: Path, root: Path) -> Attacked:
+    run: StoredCertification = stored(path)
+    experiment, name = path.relative_to(root).parts[:2]
+    tally = Tally(ATTACK_ACCURACIES).add(run.good)
+    return Attacked(
+        experiment=experiment,
+        strategy=name.partition("-seed")[0],
+        patch=run.config["patch"],
+        masks=run.config["masks"],
+        rates=tally.rates(),
+        available=run.available,
+        broken=len(tally.broken),
+        passes=tally.passes,
+        queries=tally.queries,
+        plan=_effort(run.config),
+        precision=run.config["precision"],
+        seed=run.config["seed"],
+        seconds=run.seconds or 0.0,
+        device=run.device,
+    )
+
+
 def read_campaigns(folder: Path) -> list[Onslaught]:
     """Every campaign in the folder, counted from the images it lists."""
     return [one for path in sorted((folder / "campaign").glob("*.json")) for one in _campaign(path)]
 
 
 def _campaign(path: Path) -> list[Onslaught]:
-    content = _json(path)
+    content = read_json(path)
     config = content["manifest"]["config"]
     found = []
     for name in [name for name in DEFENSES if name in content]:
@@ -167,97 +215,8 @@ def _campaign(path: Path) -> list[Onslaught]:
     return found
 
 
-def _effort(config: dict[str, Any]) -> str:
+def _effort(config: Mapping[str, Any]) -> str:
     return f"{config['places']} places, {config['restarts']} starts, {config['steps']} steps"
-
-
-def runs_of(command: str, folder: Path) -> list[Path]:
-    """Those with results: a folder gets them last."""
-    found = [path.parent for path in sorted(folder.rglob("results.json"))]
-    return [path for path in found if _json(path / "manifest.json")["command"] == command]
-
-
-def _lines(path: Path) -> list[str]:
-    return lzma.decompress((path / "records.jsonl.xz").read_bytes()).decode().splitlines()
-
-
-def _counted(records: list[dict[str, Any]], names: Iterable[str]) -> dict[str, Rate]:
-    """Each accuracy, over the records that have that finding. Plain lines: a hundred thousand of them take a second."""
-    findings = {name: [record[name] for record in records if record[name] is not None] for name in names}
-    return {name: Rate(found.count(True), len(found)) for name, found in findings.items()}
-
-
-def _refuse_contradiction(path: Path, rates: dict[str, Rate], results: dict[str, Any]) -> None:
-    for name, rate in rates.items():
-        if (rate.k, rate.n) != (results[name]["k"], results[name]["n"]):
-            raise SystemExit(f"{path}: results.json contradicts the records about `{name}`")
-
-
-def read(folder: Path) -> list[Result]:
-    """Every certification below the folder."""
-    return [result(path, folder) for path in runs_of("certify", folder)]
-
-
-def result(path: Path, root: Path) -> Result:
-    manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
-    records = [record for record in map(json.loads, _lines(path)) if "error" not in record]
-    rates = _counted(records, ACCURACIES)
-    _refuse_contradiction(path, rates, results)
-    experiment, run = path.relative_to(root).parts[:2]
-    strategy, _, seed = run.partition("-seed")
-    config = manifest["config"]
-    train = root / experiment / run / "train"
-    return Result(
-        experiment=experiment,
-        strategy=strategy,
-        seed=int(seed or 0),
-        native=config["threat_space"] == "native",
-        patch=config["patch"],
-        masks=config["masks"],
-        rates=rates,
-        available=manifest["data"]["images"],
-        passes=statistics.mean(record["forwards"] for record in records),
-        seconds=results["cost"]["seconds"],
-        device=manifest["device"],
-        training=training(train) if train.is_dir() else None,
-        images=frozenset(record["index"] for record in records),
-        proven=frozenset(record["index"] for record in records if record["certified"]),
-        failing_in_the_middle=_in_the_middle(records, manifest["masks"]),
-    )
-
-
-def _in_the_middle(records: list[dict[str, Any]], masks: dict[str, Any]) -> float | None:
-    height, width = masks["image_size"]
-    middle = {
-        number
-        for number, (top, left, tall, wide) in enumerate(masks["rects"])
-        if top <= height // 2 < top + tall and left <= width // 2 < left + wide
-    }
-    failing = [record["witness"]["masks"] for record in records if record["witness"] and not record["certified"]]
-    return statistics.mean(bool(middle & set(pair)) for pair in failing) if failing else None
-
-
-@cache
-def training(path: Path) -> Training:
-    manifest, results = _json(path / "manifest.json"), _json(path / "results.json")
-    return Training(
-        results["seconds"],
-        manifest["config"]["epochs"],
-        manifest["device"],
-        manifest["search"]["forwards"],
-        manifest["search"]["backwards"],
-        _last_loss(path),
-    )
-
-
-def _last_loss(path: Path) -> float:
-    lines = lzma.decompress((path / "log.jsonl.xz").read_bytes()).decode().splitlines()
-    steps = [found for found in map(json.loads, lines) if found["kind"] == "step"]
-    return statistics.mean(found["loss"] for found in steps if found["epoch"] == steps[-1]["epoch"])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8"))
 
 
 def pick(results: Iterable[Result], **wanted: object) -> list[Result]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from evidence_records import Attacked, Onslaught, Result, pick
 
-from patchproof.records import ATTACK_ACCURACIES, Rate
-from patchproof.report._tables import Cell, Column, Table
+from patchproof.report import Cell, Column, Table
+from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
 ORDER = list(STRATEGIES)
@@ -38,7 +38,7 @@ def setting_columns(patches: Sequence[str], masks: Sequence[int]) -> list[tuple[
     return [(patch, count) for count in masks for patch in patches]
 
 
-BESIDE = "One thread a run, beside other work on two cores, so times are upper bounds."
+BESIDE = "One thread per run, beside other work on two cores, so times are upper bounds."
 SHARED = "Up to ten runs shared the GPU at a time, so times are upper bounds and not to be compared."
 CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "imagenet"), SHARED) | {"fashion": BESIDE}
 """What the records cannot know about how an experiment was run."""
@@ -48,15 +48,15 @@ def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
     """Hardware, time, passes, seeds, and what the star means, where there is one."""
     if not results:
         return ()
-    devices = sorted({r.device for r in results} | {r.training.device for r in results if r.training})
-    trained = [r.training.seconds for r in results if r.training]
+    devices = sorted({r.device for r in results} | {r.training.manifest["device"] for r in results if r.training})
+    trained = [r.training.seconds or 0.0 for r in results if r.training]
     words = [f"Hardware: {', '.join(devices)}."]
     if trained:
-        words.append(f"Training took {min(trained) / 60:.1f} to {max(trained) / 60:.1f} minutes a run.")
+        words.append(f"Training took {min(trained) / 60:.1f} to {max(trained) / 60:.1f} minutes per run.")
     for masks in sorted({r.masks for r in results}):
         some = [r for r in results if r.masks == masks]
         passes, seconds = _between([r.passes for r in some]), _between([r.seconds for r in some])
-        words.append(f"{masks}×{masks} masks: {passes} passes an image, {seconds} s a certification.")
+        words.append(f"{masks}×{masks} masks: {passes} passes per image, {seconds} s per certification.")
     words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
     parts = [r for r in results if r.certified.n < r.available]
@@ -84,7 +84,7 @@ def _between(values: Sequence[float]) -> str:
 def strategies_table(
     key: str, title: str, results: list[Result], settings: Sequence[tuple[str, int]], *, main: tuple[str, int]
 ) -> Table:
-    """A row a strategy; percent of images, with half the width of the exact 95% interval. The other accuracies are
+    """One row per strategy; percent of images, with half the width of the exact 95% interval. The other accuracies are
     those at the `main` setting."""
     results = pick(results, seed=0)
     rows = []
@@ -97,7 +97,7 @@ def strategies_table(
         rows.append(
             (
                 strategy,
-                cost.passes if cost else None,
+                cost.search_passes if cost else None,
                 *(cell(base, name=name) for name in ("undefended", "defended")),
                 *(cell(own, patch=patch, masks=masks) for patch, masks in settings),
             )
@@ -133,7 +133,7 @@ def seeds_and_strategies_table(key: str, title: str, results: list[Result], word
             clean = [statistics.mean(100 * r.rates[name].rate for r in base) for name in ("undefended", "defended")]
             sets = [pick(some, masks=masks) for masks in (3, 6)]
             fewer = f" (6×6: {len(sets[1])})" if sets[1] and len(sets[1]) != len(base) else ""
-            passes = base[0].training.passes if base[0].training else 0
+            passes = base[0].training.search_passes if base[0].training else 0
             rows.append((strategy, f"{len(base)}{fewer}", passes, *clean, *map(spread, sets)))
     names = (
         "fine-tuned on",
@@ -198,7 +198,7 @@ def sandwich_table(key: str, title: str, runs: Sequence[Attacked]) -> Table:
     words = _effort_notes(runs)
     passes, images = sum(r.passes for r in runs), sum(r.rates["certified"].n for r in runs)
     answers, minutes = sum(r.queries for r in runs), sum(r.seconds for r in runs) / 60
-    words.append(f"{passes / images:,.0f} passes and {answers / images:,.0f} answers an image, {minutes:.0f} minutes.")
+    words.append(f"{passes / images:,.0f} passes and {answers / images:,.0f} answers per image, {minutes:.0f} minutes.")
     return Table(key, title, columns, tuple(rows), (" ".join(words),))
 
 
@@ -223,7 +223,7 @@ def campaign_table(found: Sequence[Onslaught]) -> Table:
         "images",
         "certified and attacked",
         "broken",
-        "passes an attacked image",
+        "passes per attacked image",
         "minutes",
     )
     words = [

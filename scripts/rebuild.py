@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from audit_tau import audits
 from evidence_imagenette import (
     curves,
     masks_table,
@@ -24,7 +25,7 @@ from evidence_imagenette import (
     seeds_table,
 )
 from evidence_paper import gap_table, paper_cell, paper_table, paper_values
-from evidence_records import Attacked, Onslaught, Result, paired, pick, read, read_attacks, read_campaigns
+from evidence_records import Attacked, Onslaught, Result, last_loss, paired, pick, read, read_attacks, read_campaigns
 from evidence_tables import (
     TITLES,
     campaign_table,
@@ -38,14 +39,21 @@ from evidence_tables import (
     strategies_table,
 )
 
-from patchproof.report._tables import Table, csv_text, markdown
+from patchproof.report import Table, csv_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image."
 ONE_EPOCH = f"{HEADLINE} One epoch of fine-tuning, not ten."
 IN_TABLE_1 = ("cutout", "rand", "greedy")
 """What the paper has for every patch."""
-DOCUMENTS = ("README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/reproducing.md",
+    "docs/attacks.md",
+    "docs/howto/masks.md",
+    "docs/decisions/0003-tau.md",
+    "results/README.md",
+)
 
 
 def build(results: list[Result], attacks: list[Attacked], campaigns: list[Onslaught]) -> tuple[list[Table], list[Any]]:
@@ -156,7 +164,7 @@ def first_seed_values(results: list[Result]) -> dict[str, str]:
         if one.failing_in_the_middle is not None:
             found[f"{name}-middle/{one.patch}/{one.masks}"] = f"{100 * one.failing_in_the_middle:.0f}%"
         if one.training:
-            found[f"{name}-loss"] = f"{one.training.last_loss:.3f}"
+            found[f"{name}-loss"] = f"{last_loss(one.training):.3f}"
         for other in pick(first, experiment=one.experiment, patch=one.patch):
             if other is one:
                 continue
@@ -183,6 +191,18 @@ def attack_values(attacks: list[Attacked], campaigns: list[Onslaught]) -> dict[s
     sums = {name: sum(getattr(one, name) for one in true) for name in ("tried", "broken")}
     sums["networks"] = len({one.network for one in true})
     return found | {f"campaign/{name}": f"{number:,}" for name, number in sums.items()}
+
+
+def audit_values(folder: Path) -> dict[str, str]:
+    """How τ held up: `audit/redone` labels decided again, `audit/ratio` the largest change of a margin over the one
+    measured, `audit/floor` of `audit/runs` runs with τ(fp32) at its floor."""
+    found = list(audits(folder))
+    return {
+        "audit/runs": f"{len(found)}",
+        "audit/redone": f"{sum(audit.redone or 0 for audit in found):,}",
+        "audit/ratio": f"{max((audit.ratio or 0.0 for audit in found), default=0.0):.2f}",
+        "audit/floor": f"{sum(audit.floor for audit in found)}",
+    }
 
 
 def points(difference: float) -> str:
@@ -220,7 +240,7 @@ def wanted_files(root: Path) -> dict[Path, bytes]:
     results = read(root / "results")
     attacks, campaigns = read_attacks(root / "results"), read_campaigns(root / "results")
     tables, pictures = build(results, attacks, campaigns)
-    numbers = values(results) | attack_values(attacks, campaigns)
+    numbers = values(results) | attack_values(attacks, campaigns) | audit_values(root / "results")
     texts = {table.key: markdown(table) for table in tables}
     files = {root / "results" / "tables" / f"{table.key}.md": texts[table.key].encode() for table in tables}
     files |= {root / "results" / "tables" / f"{table.key}.csv": csv_text(table).encode() for table in tables}

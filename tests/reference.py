@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchproof.geometry import MaskSet, Rect
+from patchproof.geometry import MaskSet, PatchThreat, Rect
+from patchproof.masking import Measured
+
+
+def measured(tau: float = 0.0, tau_fp32: float = 1e-9, **engine: Any) -> Measured:
+    """An engine whose τ is known: hardly more than 0 where arithmetic is exact."""
+    return Measured(tau=tau, tau_fp32=tau_fp32, **engine)
 
 
 def hide(image: Tensor, rects: Sequence[Rect], fill: Sequence[float]) -> Tensor:
-    """x ⊙ m, one pixel at a time."""
+    """x ⊙ m, one rectangle at a time."""
     masked = image.clone()
     for rect in rects:
-        for row in range(rect.top, rect.top + rect.height):
-            for column in range(rect.left, rect.left + rect.width):
-                for channel in range(len(masked)):
-                    masked[channel, row, column] = fill[channel]
+        for channel, colour in zip(masked, fill, strict=True):
+            channel[rect.top : rect.top + rect.height, rect.left : rect.left + rect.width] = colour
     return masked
 
 
-def logits_of(classifier: Callable[[Tensor], Tensor], image: Tensor) -> list[float]:
-    return classifier(image[None])[0].tolist()
+def logits_under(classifier: Any, image: Tensor, rects: Sequence[Rect]) -> list[float]:
+    """F(x ⊙ m), by the classifier's own way to hide pixels if it has one."""
+    masked = hide(image, rects, getattr(classifier, "fill", [0.5] * len(image)))[None]
+    keep = hide(torch.ones(1, *image.shape[1:]), rects, [0.0])[None] > 0
+    with torch.no_grad():
+        logits = classifier.masked(masked, keep) if hasattr(classifier, "masked") else classifier(masked)
+    return logits[0].tolist()
 
 
 def argmax(values: Sequence[float]) -> int:
@@ -35,8 +45,7 @@ def margin_of(values: Sequence[float], label: int) -> float:
 
 
 def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks: MaskSet) -> list[list[list[float]]]:
-    fill = getattr(classifier, "fill", [0.5] * len(image))
-    return [[logits_of(classifier, hide(image, (a, b), fill)) for b in masks.rects] for a in masks.rects]
+    return [[logits_under(classifier, image, (a, b)) for b in masks.rects] for a in masks.rects]
 
 
 def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
@@ -64,9 +73,67 @@ def predict_as_printed(first: Sequence[int], second: Callable[[int], Sequence[in
     return confirmed[0] if len(confirmed) == 1 else majority
 
 
+def predict_or_alarm(labels: Sequence[int]) -> int:
+    """The label that all one-mask copies share, else −1."""
+    return labels[0] if len(set(labels)) == 1 else -1
+
+
 def all_patches(image_size: tuple[int, int], patch: tuple[int, int]) -> list[Rect]:
     rows, columns = image_size[0] - patch[0] + 1, image_size[1] - patch[1] + 1
     return [Rect(r, c, *patch) for r in range(rows) for c in range(columns)]
+
+
+CLEAN, PATCHED, FILL = 0.25, 1.0, 0.5
+
+
+class Adversary:
+    """Answers `label` while the patch is hidden, and once it is visible whatever `scheme` says of the hidden pixels.
+
+    It reads which pixels are hidden (they have the fill colour) and whether a patch pixel is among the visible ones, so
+    it can answer each masked copy as an all-knowing adversary would.
+    """
+
+    fill = (FILL,)
+
+    def __init__(self, label: int, scheme: Callable[[Tensor], int]):
+        self.label, self.scheme = label, scheme
+
+    def __call__(self, images: Tensor) -> Tensor:
+        logits = torch.zeros(len(images), 3)
+        for logit, image in zip(logits, images[:, 0], strict=True):
+            logit[self.scheme(image == FILL) if bool((image == PATCHED).any()) else self.label] = 1.0
+        return logits
+
+
+def random_scheme(seed: int, labels: Sequence[int]) -> Callable[[Tensor], int]:
+    """An arbitrary but fixed label for every set of hidden pixels."""
+    answers: dict[bytes, int] = {}
+    generator = torch.Generator().manual_seed(seed)
+
+    def answer(hidden: Tensor) -> int:
+        drawn = labels[int(torch.randint(len(labels), (), generator=generator))]
+        return answers.setdefault(hidden.numpy().tobytes(), drawn)
+
+    return answer
+
+
+def schemes(masks: MaskSet, label: int) -> Iterator[Callable[[Tensor], int]]:
+    """Chance; always the same wrong label; and every copy that hides what one mask hides insists on a wrong label."""
+    wrong = (label + 1) % 3
+    yield from (random_scheme(seed, (0, 1, 2)) for seed in range(8))
+    yield from (random_scheme(seed, (label, wrong)) for seed in range(8))
+    yield lambda hidden: wrong
+    for decoy in ~masks.keep()[:, 0]:
+        yield lambda hidden, decoy=decoy: wrong if bool((hidden | ~decoy).all()) else label
+
+
+def patched_everywhere(threat: PatchThreat) -> Tensor:
+    """A clean image with a patch at every position, one at a time."""
+    patches = all_patches(threat.image_size, threat.patch_sizes[0])
+    images = torch.full((len(patches), 1, *threat.image_size), CLEAN)
+    for image, rect in zip(images, patches, strict=True):
+        image[0, rect.top : rect.bottom, rect.left : rect.right] = PATCHED
+    return images
 
 
 class ExactClassifier:
@@ -82,6 +149,19 @@ class ExactClassifier:
     def __call__(self, images: Tensor) -> Tensor:
         self.calls += len(images)
         return torch.einsum("bchw,kchw->bk", images, self.weight) + self.bias
+
+
+class ExactMasking(ExactClassifier):
+    """Says for itself what hidden pixels mean: each of them speaks for a label. It is shown the others' fill colour."""
+
+    def masked(self, images: Tensor, keep: Tensor) -> Tensor:
+        require_filled(self, images, keep)
+        return self(images) + (~keep).sum(dim=(1, 2, 3))[:, None] * torch.arange(len(self.bias)).sub(1).float()
+
+
+def require_filled(classifier: Any, images: Tensor, keep: Tensor) -> None:
+    filled = torch.tensor(classifier.fill)[:, None, None].expand_as(images)
+    assert torch.equal(torch.where(keep, filled, images), filled), "hidden pixels are shown"
 
 
 def cross_entropy(values: Sequence[float], label: int) -> float:
@@ -132,3 +212,11 @@ class Curved:
 
     def __call__(self, images):
         return torch.einsum("bchw,dchw->bd", images, self.inner).tanh() @ self.outer.T
+
+
+class CurvedMasking(Curved):
+    """Says for itself what hidden pixels mean: the fewer are visible, the more each counts."""
+
+    def masked(self, images, keep):
+        require_filled(self, images.detach(), keep)
+        return self(images / keep.float().mean(dim=(1, 2, 3), keepdim=True))

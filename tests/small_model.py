@@ -1,4 +1,4 @@
-"""A `small` network that reads Fashion-MNIST under masks, made in seconds."""
+"""Networks that read Fashion-MNIST under masks: `small` in seconds, a plain module in less than one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from patchproof.data import default_preprocessing, iterate_batches, open_dataset
 from patchproof.geometry import PatchThreat, covering_masks
@@ -13,6 +14,37 @@ from patchproof.masking import as_images, fill_colour, occlude
 from patchproof.models import ImageClassifier, load_classifier, save_checkpoint
 
 STEPS, BATCH = 45, 48
+
+
+def plain_network() -> nn.Module:
+    """A module of a user's own, without weights: no fill, no size, no names."""
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(147, 64), nn.GELU(), nn.Linear(64, 10)).eval()
+
+
+@cache
+def plain_weights() -> dict[str, Tensor]:
+    """Weights for it: right on two of three test images, and certified on some."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network, source = plain_network(), open_dataset("fashion-mini", split="train")
+        pixels, labels = torch.from_numpy(source.pixels[:3000]), torch.tensor(source.labels[:3000])
+        keep = covering_masks(PatchThreat.square(image_size=(28, 28), percent=3), per_axis=3).keep()
+        for step in range(300):
+            rows, (first, second) = torch.randint(3000, (64,)), torch.randint(9, (2, 64))
+            images = pixels[rows][:, None].expand(-1, 3, -1, -1) / 255
+            masked = torch.where(keep[first] & keep[second], images, 0.5)
+            loss = torch.nn.functional.cross_entropy(network(masked), labels[rows])
+            slopes = torch.autograd.grad(loss, list(network.parameters()))
+            with torch.no_grad():  # an optimiser of torch's takes seconds to import
+                for weight, slope in zip(network.parameters(), slopes, strict=True):
+                    weight -= 0.5 * (1 - step / 300) * slope
+    return network.state_dict()
+
+
+def plain_classifier() -> nn.Module:
+    network = plain_network()
+    network.load_state_dict(plain_weights())
+    return network
 
 
 @cache

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,11 +16,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import patchproof as pp
-from patchproof.cli import run
-from patchproof.cli._setup import Setup
+from patchproof.cli import _setup, run
+from patchproof.masking import Measured
 from patchproof.models import load_classifier, save_checkpoint
-from patchproof.records import ATTACK_ACCURACIES, AttackRecord, RunFolder, parse_record
-from test_attacks import campaign
+from patchproof.runs import ATTACK_ACCURACIES, RunFolder
+from test_cli import assert_one_line, content, records
+
+SPEC = importlib.util.spec_from_file_location("campaign", Path(__file__).parents[1] / "scripts" / "campaign.py")
+campaign = sys.modules["campaign"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(campaign)
 
 QUICK = ("--steps", 2, "--restarts", 1, "--places", 1, "--device", "cpu")
 
@@ -27,6 +32,7 @@ QUICK = ("--steps", 2, "--restarts", 1, "--places", 1, "--device", "cpu")
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -37,14 +43,6 @@ def checkpoint(tmp_path) -> Path:
 
 def attack(*arguments: object) -> int:
     return run(["attack", *map(str, arguments)])
-
-
-def records(folder: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(folder) / "records.jsonl").read_text().splitlines()]
-
-
-def results(folder: str) -> dict:
-    return json.loads((Path(folder) / "results.json").read_text())
 
 
 def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpoint, capsys):
@@ -64,15 +62,14 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
         assert attacked["undefended_attacked"] <= attacked["undefended"]
         fell = attacked["defended"] and not attacked["attacked"]
         assert (attacked["place"] is not None, attacked["attacked_label"] is not None) == (fell, fell)
-    found = results("a")
+    found = content("a", "results")
     for name in ATTACK_ACCURACIES:
         assert (found[name]["k"], found[name]["n"]) == (sum(r[name] for r in records("a")), 20)
         assert name.replace("_", " ") in shown
     assert found["broken"] == []
     assert found["cost"]["passes"] == sum(r["passes"] for r in records("a")) > 0
-    manifest = json.loads(Path("a/manifest.json").read_text())
-    assert manifest["command"] == "attack"
-    assert manifest["identity"]["attack"]["steps"] == 2
+    manifest = content("a", "manifest")
+    assert (manifest["command"], manifest["identity"]["attack"]["steps"]) == ("attack", 2)
 
 
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):
@@ -80,7 +77,7 @@ def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, cap
     assert attack(*common, "--target", "undefended", "--output", "u") == 0
     assert "defended attacked" in capsys.readouterr().out
     assert all(r["attacked"] is None and r["undefended_attacked"] is not None for r in records("u"))
-    assert results("u")["attacked"]["n"] == 0
+    assert content("u", "results")["attacked"]["n"] == 0
     assert attack(*common, "--target", "defended", "--only-certified", "--patch", "1px", "--output", "d") == 0
     for record in records("d"):
         assert record["undefended_attacked"] is None
@@ -92,18 +89,14 @@ def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys):
     common = ("--weights", checkpoint, "--limit", 3, *QUICK, "--output", "r")
     assert attack(*common) == 0
     assert attack(*common, "--seed", 5, "--resume") == 1
-    assert "attack was" in capsys.readouterr().err
+    assert_one_line(capsys.readouterr().err, "seed was 0, now 5")
     assert run(["certify", "--weights", str(checkpoint), "--limit", "3", "--output", "r", "--resume"]) == 1
-    assert "holds a `attack` run" in capsys.readouterr().err
+    assert_one_line(capsys.readouterr().err, "holds a `attack` run, this is `certify`; choose another --output")
 
 
-SLOW = ("--limit", 48, "--steps", 4, "--restarts", 2, "--places", 2, "--device", "cpu", "--target", "defended")
-
-
-def test_killed_or_cut_short_and_resumed_the_records_are_the_same_bytes(commands, checkpoint):
-    arguments = ("--weights", checkpoint, *SLOW)
+def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(commands, checkpoint):
+    arguments = ("--weights", checkpoint, "--limit", 48, *QUICK, "--target", "defended")
     assert attack(*arguments, "--output", "whole") == 0
-    expected = Path("whole/records.jsonl").read_bytes()
     path = Path("killed/records.jsonl")
     process = commands.start(["attack", *map(str, arguments), "--output", "killed"])
     while not commands.ended(process.number) and not (path.exists() and path.read_bytes().count(b"\n") >= 16):
@@ -113,15 +106,8 @@ def test_killed_or_cut_short_and_resumed_the_records_are_the_same_bytes(commands
     path.write_bytes(path.read_bytes()[:-300])
     assert 0 < len(RunFolder(Path("killed")).records()) < 48
     assert attack(*arguments, "--output", "killed", "--resume") == 0
-    assert path.read_bytes() == expected
-    assert results("killed")["images"]["done"] == 48
-
-
-def test_a_line_of_an_attack_is_read_back_as_it_was_written():
-    record = AttackRecord(3, "a.png", 1, True, True, False, 0.5, 9, None, None, False, False, (1, 2, 5, 5), 4, 70, 8)
-    assert parse_record(record.line()) == record
-    with pytest.raises(ValueError, match="true, false or null"):
-        parse_record(record.line().replace('"attacked": false', '"attacked": 1'))
+    assert path.read_bytes() == Path("whole/records.jsonl").read_bytes()
+    assert content("killed", "results")["images"]["done"] == 48
 
 
 # --- a broken certificate ------------------------------------------------------------------------------------------
@@ -132,6 +118,8 @@ from torch import nn
 from torch.nn import functional
 
 class Startled(nn.Module):
+    fill = (0.0, 0.0, 0.0)
+
     def forward(self, images):
         bright = functional.softplus(20 * (images - 0.6)).sum(dim=(1, 2, 3)) / 20
         return torch.stack([torch.full_like(bright, 0.5), bright], dim=1)
@@ -151,33 +139,38 @@ def dark_photos(tmp_path) -> tuple:
     (tmp_path / "own.py").write_text(STARTLED)
     model = ("--model", "own.py:build", "--weights", "random", "--image-size", 12, "--dataset", "dark")
     plan = ("--patch", "3px", "--steps", 4, "--restarts", 1, "--place-search", "exhaustive", "--step-size", 0.3)
-    return (*model, *plan, "--target", "defended", "--device", "cpu")
+    return (*model, *plan, "--device", "cpu")
 
 
 @pytest.fixture
 def literal_rule(monkeypatch):
-    def defense(self):
-        return campaign.LiteralRule(self.classifier, self.masks, self.threat, engine=self.engine)
+    """Double masking answers by the paper's wording."""
 
-    monkeypatch.setattr(Setup, "defense", property(defense))
+    def defense(_, classifier, threat, *, engine, per_axis, exhaustive=False):
+        masks = pp.covering_masks(threat, per_axis=per_axis)
+        return campaign.LiteralRule(classifier, masks, threat, engine=engine)
+
+    monkeypatch.setattr(_setup, "defense", defense)
+    monkeypatch.setattr(campaign.pp, "defense", defense)
 
 
+@pytest.mark.slow
 def test_the_true_defence_holds_against_every_place(dark_photos):
-    assert attack(*dark_photos, "--output", "r") == 0
+    assert attack(*dark_photos, "--target", "defended", "--output", "r") == 0
     assert [r["certified"] for r in records("r")] == [r["attacked"] for r in records("r")] == [True, True, False, False]
     assert not Path("r/broken").exists()
 
 
 def test_a_broken_certified_image_fails_the_run_and_is_kept(dark_photos, literal_rule, capsys):
-    assert attack(*dark_photos, "--output", "r") == 1
+    arguments = (*dark_photos, "--target", "defended", "--output", "r")
+    assert attack(*arguments) == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert "broken: image 0 is certified and a patch changes its answer" in shown
-    assert results("r")["broken"] == [0, 1]
+    assert content("r", "results")["broken"] == [0, 1]
     folder = Path("r/broken/1")
-    tables = json.loads((folder / "tables.json").read_text())
-    pixels = load_file(folder / "pixels.safetensors")
-    masks = pp.MaskSet(tuple(tables["image_size"]), tuple(pp.Rect(*rect) for rect in tables["masks"]))
-    threat = pp.PatchThreat(masks.image_size, tuple(map(tuple, tables["patch_sizes"])))
+    tables, pixels = content(folder, "tables"), load_file(folder / "pixels.safetensors")
+    masks = pp.MaskSet(tuple(tables["masks"]["image_size"]), tuple(pp.Rect(*r) for r in tables["masks"]["rects"]))
+    threat = pp.PatchThreat(masks.image_size, tuple(map(tuple, tables["defense"]["patch_sizes"])))
     classifier = load_classifier("own.py:build", "random", num_classes=2, input_size=(12, 12)).eval()
     both = torch.stack([pixels["image"], pixels["patched"]])
     assert pp.two_mask_labels(classifier, both, masks).tolist() == [tables["clean_table"], tables["patched_table"]]
@@ -186,63 +179,15 @@ def test_a_broken_certified_image_fails_the_run_and_is_kept(dark_photos, literal
     assert bool(changed[top : top + height, left : left + width].any())
     changed[top : top + height, left : left + width] = False
     assert not bool(changed.any())
-    assert pixels["patch"].shape == (3, 3, 3)
     answers = campaign.LiteralRule(classifier, masks, threat).predict(both)
     assert answers.tolist() == [tables["label"], tables["answer_to_patched"]] == [0, 1]
-    assert pp.PatchCleanser(classifier, masks, threat).predict(both).tolist() == [0, 0]
+    engine = Measured(**tables["engine"])
+    assert pp.PatchCleanser(classifier, masks, threat, engine=engine).predict(both).tolist() == [0, 0]
     for name in ("image", "patched", "patch"):
         with Image.open(folder / f"{name}.png") as picture:
             assert picture.size == tuple(reversed(pixels[name].shape[1:]))
-
-
-def test_a_certificate_broken_in_a_campaign_is_kept(dark_photos, literal_rule, capsys):
-    words = [*map(str, dark_photos[: dark_photos.index("--target")]), "--device", "cpu", "--output", "c.json"]
-    assert campaign.main(words) == 1
-    assert "double masking: certified images were broken; see c.json and c-broken" in capsys.readouterr().out
-    assert sorted(json.loads(Path("c.json").read_text())["double masking"]["indices"]) == [0, 1]
-    for index in (0, 1):
-        tables = json.loads(Path(f"c-broken/{index}/tables.json").read_text())
-        assert (tables["index"], tables["label"], tables["answer_to_patched"]) == (index, 0, 1)
-        assert np.all(np.array(tables["clean_table"]) == 0)
-        assert load_file(f"c-broken/{index}/pixels.safetensors")["patch"].shape == (3, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(("--precision", "fp99"), "fp99"), (("--minutes", "nan"), "a positive number"), (("--minutes", "0"), "positive")],
-)
-def test_wrong_settings_of_a_campaign_are_named(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        campaign.main(list(flags))
-    assert message in capsys.readouterr().err
-
-
-def test_a_resumed_run_still_fails_for_what_broke_before(dark_photos, literal_rule, capsys):
-    assert attack(*dark_photos, "--output", "r") == 1
-    assert attack(*dark_photos, "--output", "r", "--resume") == 1
+    assert attack(*arguments, "--resume") == 1
     assert "image 1 is certified" in capsys.readouterr().err
-
-
-WRONG = [
-    (("--steps", 0), "at least 1 of its steps, not 0"),
-    (("--restarts", 0), "at least 1 of its restarts"),
-    (("--places", 0), "at least 1 of its places"),
-    (("--step-size", 2), r"step size must be in \(0, 1\]"),
-    (("--target", "nobody"), '"nobody"'),
-    (("--place-search", "luck"), '"luck"'),
-    (("--stesp", 3), "Did you mean --steps"),
-    (("--target", "undefended", "--only-certified"), "leaves it alone; drop one"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert attack(*arguments) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("patchproof: ")
-    assert shown.count("\n") == 1
-    assert re.search(message, shown), shown
-    assert not Path("runs").exists()
 
 
 def test_bad_images_are_recorded_when_told_to_skip_them(dark_photos):
@@ -251,14 +196,43 @@ def test_bad_images_are_recorded_when_told_to_skip_them(dark_photos):
     assert attack(*quick, "--output", "r") == 1
     assert attack(*quick, "--output", "r", "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r") if "error" in r] == [1]
-    assert results("r")["attacked"]["n"] == 3
+    assert content("r", "results")["attacked"]["n"] == 3
+
+
+# --- scripts/campaign.py -------------------------------------------------------------------------------------------
+
+
+def start_campaign(dark_photos: tuple, *arguments: str) -> int:
+    return campaign.main([*map(str, dark_photos), "--output", "c.json", *arguments])
 
 
 @pytest.mark.slow
-def test_the_campaign_script_writes_its_counts(dark_photos, capsys):
-    flags = [str(v) for v in dark_photos if v not in ("--target", "defended")]
-    assert campaign.main([*flags, "--minutes", "1", "--output", "counts.json"]) == 0
-    counts = json.loads(Path("counts.json").read_text())
+def test_a_campaign_counts_and_goes_on(dark_photos, capsys):
+    assert start_campaign(dark_photos) == 0
+    counts = json.loads(Path("c.json").read_text())
     assert [counts[name]["broken"] for name in ("mask removed", "literal rule", "double masking")] == [2, 2, 0]
     assert counts["double masking"]["tried"] == 2
+    assert sorted(counts["double masking"]["indices"]) == [0, 1]
+    assert counts["manifest"]["config"]["masks"] == 3
     assert "double masking: 4 images, 2 certified and attacked, 0 broken" in capsys.readouterr().out
+    assert start_campaign(dark_photos) == 0
+    again = json.loads(Path("c.json").read_text())
+    for name in ("mask removed", "literal rule", "double masking"):
+        assert counts[name] | {"seconds": 0} == again[name] | {"seconds": 0}
+
+
+def test_a_certificate_broken_in_a_campaign_is_kept(dark_photos, literal_rule, capsys):
+    assert start_campaign(dark_photos, "--enough", "1") == 1
+    assert "double masking: certified images were broken; see c" in capsys.readouterr().out
+    counts = json.loads(Path("c.json").read_text())
+    assert [counts[name]["broken"] for name in ("mask removed", "literal rule", "double masking")] == [1, 1, 2]
+    for fallen in counts["double masking"]["breaks"]:
+        assert (fallen["index"] in (0, 1), fallen["label"], fallen["answer"]) == (True, 0, 1)
+    kept = sorted(Path("c/double-masking/broken").iterdir())
+    assert len(kept) == 2
+    assert load_file(kept[0] / "pixels.safetensors")["patch"].shape == (3, 3, 3)
+
+
+def test_wrong_settings_of_a_campaign_are_named():
+    with pytest.raises(SystemExit, match="campaign: a patch looks like 3%, 39px or 20x60px, not `nan`"):
+        campaign.main(["--weights", "random", "--patch", "nan"])

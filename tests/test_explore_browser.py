@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import re
@@ -11,14 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from patchproof.cli import run
-from patchproof.config import ExploreConfig
-from patchproof.explore import UPLOAD_LIMIT, Explorer, serve
+from patchproof.explore import UPLOAD_LIMIT, Explorer, open_explorer, serve
+from patchproof.types import InputError
 from small_model import fitted_checkpoint
+from test_explore import png
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the page")
@@ -27,22 +26,27 @@ pytest.importorskip("gradio", reason="NO GRADIO: pip install 'patchproof[explore
 
 PATIENCE = 30_000
 PICKED = "#cards .pp-card[aria-pressed=true]"
+TOAST = ".toast-message-text"
 SHOTS = os.environ.get("PATCHPROOF_SHOTS")
 """Where to leave pictures of the page, if anywhere; docs/images/explore.png is `explorer-1280-light.png`."""
 
 
+def serving(folder: Path, defense: str) -> Iterator[str]:
+    weights, output = str(fitted_checkpoint(folder / "checkpoint-last")), str(folder / "run")
+    shared = ["--weights", weights, "--limit", "30", "--device", "cpu", "--output", output]
+    assert run(["certify", "--defense", defense, *shared]) == 0
+    with serve(open_explorer(folder / "run"), host="127.0.0.1", port=None) as url:
+        yield url
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("explore")
-    weights = str(fitted_checkpoint(folder / "checkpoint-last"))
-    assert (
-        run(["certify", "--weights", weights, "--limit", "30", "--device", "cpu", "--output", str(folder / "run")]) == 0
-    )
-    explorer = importlib.import_module("patchproof.cli.explore").open_explorer(
-        folder / "run", ExploreConfig(device="cpu")
-    )
-    with serve(explorer, host="127.0.0.1", port=None) as url:
-        yield url
+    yield from serving(tmp_path_factory.mktemp("explore"), "patchcleanser")
+
+
+@pytest.fixture(scope="module")
+def alarm_address(tmp_path_factory) -> Iterator[str]:
+    yield from serving(tmp_path_factory.mktemp("explore-alarm"), "alarm")
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +110,10 @@ def visit(browser, address) -> Iterator[Visit]:
     assert visit.outside == []
 
 
-def png(colour=(200, 40, 40)) -> bytes:
-    pixels = np.zeros((60, 80, 3), dtype=np.uint8)
-    pixels[10:50, 20:60] = colour
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def test_a_click_on_the_heat_map_shows_that_copy(visit):
     before = visit.page.get_attribute("#copy img", "src")
-    cell = visit.page.locator("#heat .pp-cell[data-a='1'][data-b='6']")
-    title = cell.locator("title").text_content()
+    cell = visit.page.locator("#table .pp-cell[data-pick='1 6']")
+    title = cell.get_attribute("title")
     said, margin = re.fullmatch(r"masks 2 and 7: (.*), margin (.*)", title).groups()
     cell.click()
     shown = visit.until("#copy", "Under masks 2 and 7")
@@ -126,9 +122,7 @@ def test_a_click_on_the_heat_map_shows_that_copy(visit):
     assert visit.page.get_attribute("#copy img", "src") != before
     assert visit.page.input_value("#first-mask input[type=number]") == "2"
     assert visit.page.input_value("#second-mask input[type=number]") == "7"
-    slider = visit.page.locator("#second-mask input[type=range]")
-    slider.focus()
-    slider.press("ArrowRight")
+    visit.page.press("#second-mask input[type=range]", "ArrowRight")
     visit.until("#copy", "Under masks 2 and 8")
 
 
@@ -139,9 +133,9 @@ def show_only(visit, kind: str, *, without: str) -> None:
 
 def pick(visit, number: int) -> None:
     """Click a card, and wait until its image is the one that is shown."""
-    index = visit.page.locator("#cards .pp-card").nth(number).get_attribute("data-index")
-    visit.page.locator(f"#cards .pp-card[data-index='{index}']").click()
-    visit.page.wait_for_selector(f"{PICKED}[data-index='{index}']")
+    index = visit.page.locator("#cards .pp-card").nth(number).get_attribute("data-pick")
+    visit.page.locator(f"#cards .pp-card[data-pick='{index}']").click()
+    visit.page.wait_for_selector(f"{PICKED}[data-pick='{index}']")
 
 
 def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
@@ -149,11 +143,11 @@ def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
     pick(visit, 1)
     shown = visit.until("#verdict", "Not certified: ")
     assert "The run's record: not certified, margin" in shown
-    assert visit.page.locator("#heat .pp-cell[data-kind=wrong], #heat .pp-cell[data-kind=close]").count() > 0
+    assert visit.page.locator("#table .pp-cell-wrong.pp-cell, #table .pp-cell-close.pp-cell").count() > 0
     show_only(visit, "certified", without="✕")
     pick(visit, 0)
     visit.until("#verdict", r"Certified: all 45 pairs")
-    assert visit.page.locator("#heat .pp-cell[data-kind=wrong]").count() == 0
+    assert visit.page.locator("#table .pp-cell.pp-cell-wrong").count() == 0
 
 
 def test_an_image_that_comes_late_leaves_the_kind_chosen_meanwhile(visit, monkeypatch):
@@ -173,67 +167,58 @@ def test_an_image_that_comes_late_leaves_the_kind_chosen_meanwhile(visit, monkey
     assert "✕" not in visit.text("#cards")
 
 
-def test_the_patch_moves_and_the_rounds_follow(visit):
-    before = visit.page.get_attribute("#rounds .pp-rounds", "style")
-    stage = visit.page.locator("#stage .pp-stage")
-    box = stage.bounding_box()
-    stage.click(position={"x": box["width"] * 0.9, "y": box["height"] * 0.2})
-    visit.page.wait_for_selector("#stage img[alt='the image with a patch at row 3, column 23']")
-    assert visit.page.input_value("#patch-row input[type=number]") == "3"
-    after = visit.page.get_attribute("#rounds .pp-rounds", "style")
-    assert after != before
-    slider = visit.page.locator("#patch-row input[type=range]")
-    slider.focus()
-    slider.press("ArrowRight")
-    visit.page.wait_for_selector("#stage img[alt='the image with a patch at row 4, column 23']")
-    assert visit.page.get_attribute("#rounds .pp-rounds", "style") != after
-    assert re.search(r"the answer is \w", visit.text("#told"))
-
-
-def test_an_optimised_and_a_pasted_patch_replace_the_noise(visit):
-    first = visit.page.get_attribute("#stage img", "src")
-    visit.page.get_by_label("optimised against the defence").check()
-    visit.page.click("#make")
-    visit.page.wait_for_function("before => document.querySelector('#stage img').src !== before", arg=first)
-    second = visit.page.get_attribute("#stage img", "src")
-    visit.page.get_by_label("a picture", exact=True).check()
-    visit.page.wait_for_selector("#patch-file")
+def test_the_patch_moves_and_changes_and_the_rounds_follow(visit):
+    page, changed = visit.page, "before => document.querySelector('#stage img').src !== before"
+    before = page.get_attribute("#rounds .pp-rounds", "style")
+    box = page.locator("#stage .pp-stage").bounding_box()
+    page.click("#stage .pp-stage", position={"x": box["width"] * 0.9, "y": box["height"] * 0.2})
+    page.wait_for_selector("#stage img[alt='the image with a patch at row 3, column 23']")
+    assert page.input_value("#patch-row input[type=number]") == "3"
+    assert page.get_attribute("#rounds .pp-rounds", "style") != before
+    page.press("#patch-row input[type=range]", "ArrowRight")
+    page.wait_for_selector("#stage img[alt='the image with a patch at row 4, column 23']")
+    noise = page.get_attribute("#stage img", "src")
+    page.get_by_label("optimised against the defence").check()
+    page.click("#make")
+    page.wait_for_function(changed, arg=noise)
+    optimised = page.get_attribute("#stage img", "src")
+    page.get_by_label("a picture", exact=True).check()
+    page.wait_for_selector("#patch-file")
     visit.drop("#patch-file", "sticker.png", png())
-    visit.page.wait_for_function("before => document.querySelector('#stage img').src !== before", arg=second)
-    assert visit.text("#patch-message") == ""
+    page.wait_for_function(changed, arg=optimised)
+    assert re.search(r"the answer is \w", visit.text("#answer"))
+    assert page.locator(TOAST).count() == 0
 
 
-def test_an_image_of_one_s_own_is_dropped_in(visit):
+def test_a_file_is_dropped_in_or_refused_and_the_image_stays(visit, monkeypatch, tmp_path):
     visit.drop("#own", "mine.png", png())
-    shown = visit.until("#verdict", r"Your image mine\.png")
-    assert re.search(r"(Certified|Not certified): ", shown)
-    assert visit.page.locator("#heat .pp-cell").count() == 81
+    assert re.search(r"(Certified|Not certified): ", visit.until("#verdict", r"Your image mine\.png"))
+    verdict = visit.page.locator("#verdict .pp-message")
+    before = verdict.all_inner_texts()
 
+    def evil(*given):
+        raise InputError("<b>evil</b> & co")
 
-REFUSED = {
-    "notes.txt": (b"no image at all", r"cannot use notes\.txt: not an image"),
-    "drawing.svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', r"cannot use drawing\.svg: not an image"),
-    "cut.png": (png()[:60], r"cannot use cut\.png"),
-}
-
-
-def test_wrong_files_are_refused_on_the_page_and_the_image_stays(visit):
-    before = visit.text("#verdict")
-    for name, (content, words) in REFUSED.items():
-        visit.drop("#own", name, content)
-        visit.until("#message", words)
-        assert visit.text("#verdict") == before
+    for name, content, words in (
+        ("notes.txt", b"no image at all", r"cannot use notes\.txt: not an image"),
+        ("cut.png", png()[:60], r"cannot use cut\.png"),
+        ("evil.png", png(), r"<b>evil</b> & co"),
+    ):
+        if name == "evil.png":
+            monkeypatch.setattr(Explorer, "own", evil)
         visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
         visit.page.wait_for_selector("#own button:has-text('Drop File Here')")
-    assert "Traceback" not in visit.text("body")
-
-
-def test_a_file_over_the_limit_is_refused_with_the_limit_named(visit, tmp_path):
+        visit.drop("#own", name, content)
+        visit.until(TOAST, words)
+        assert verdict.all_inner_texts() == before
+        visit.page.locator("[data-testid=toast-close]").first.click()
     large = tmp_path / "large.png"
     with large.open("wb") as file:
         file.truncate(UPLOAD_LIMIT + 1)
+    visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
     visit.page.set_input_files("#own input[type=file]", large)
     visit.until("body", r"exceed the maximum allowed size of 20")
+    assert "Traceback" not in visit.text("body")
 
 
 WIDE = """() => [...document.querySelectorAll('.pp-message, .pp-card, .pp-vote, .pp-legend, .pp-copy, .pp-head')]
@@ -245,7 +230,8 @@ CONTRAST = """() => {
     ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
   const ground = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
     const p = parse(c); if (p.length < 4 || p[3] > .99) return c; } return 'rgb(255, 255, 255)'; };
-  return [...document.querySelectorAll('.pp-message, .pp-step p, .pp-head p, .pp-card span, .pp-vote span')].map(e => {
+  const texts = '.pp-message, .pp-step p, .pp-head p, .pp-card span, .pp-vote span, .pp-cell i';
+  return [...document.querySelectorAll(texts)].map(e => {
     const a = light(getComputedStyle(e).color), b = light(ground(e));
     return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); });
 }"""
@@ -264,7 +250,7 @@ def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, w
     ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
     if SHOTS:
-        visit.page.click("#heat .pp-cell[data-a='3'][data-b='8']")
+        visit.page.click("#table .pp-cell[data-pick='3 8']")
         visit.until("#copy", "Under masks 4 and 9")
         name = f"explorer-{width}-{'dark' if dark else 'light'}.png"
         Path(SHOTS).mkdir(parents=True, exist_ok=True)
@@ -273,3 +259,27 @@ def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, w
     visit.page.close()
     assert visit.errors == []
     assert visit.outside == []
+
+
+def test_a_defence_of_one_round_shows_its_masks_and_its_alarm(browser, alarm_address):
+    """Last, since gradio keeps one place for uploads, that of the page made last."""
+    visit = Visit(browser, alarm_address)
+    assert visit.page.locator("#table .pp-vote").count() == 9
+    card = visit.page.locator("#table .pp-vote").nth(6)
+    card.click()
+    shown = visit.until("#copy", "Under mask 7:")
+    said = re.search(r"7: . (.*) ([+-][\d.e-]+)$", card.inner_text().replace("\n", " "))
+    assert said[1] in shown
+    assert visit.page.locator("#table .pp-selected").count() == 1
+    assert not visit.page.locator("#first-mask").is_visible()
+    show_only(visit, "certified", without="✕")
+    pick(visit, 0)
+    visit.until("#verdict", r"Certified: all 9 masks say .*the answer is .* or an alarm")
+    show_only(visit, "not certified", without="✓")
+    for number in range(6):
+        pick(visit, number)
+        if "the answer is an alarm" in visit.until("#answer", r"the answer is"):
+            break
+    assert "With it there is an alarm" in visit.text("#answer")
+    visit.page.close()
+    assert (visit.errors, visit.outside) == ([], [])

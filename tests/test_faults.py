@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from faults import Fault, Server, resize_disk, small_disk
-from patchproof.records import RunFolder
+from patchproof.runs import RunFolder, read_run
 from patchproof.types import CheckError
-from test_cli_train import losses, weights
+from test_cli_train import losses, two_classes, weights
 
 slow = pytest.mark.slow
 ROOM = 64 * 1024
@@ -39,6 +37,8 @@ class Job:
     arguments: list[str]
     whole: Path
     seconds: float
+    half_way: int
+    """File events in the folder until about half of the run is over."""
 
     def words(self, folder: Path) -> list[str]:
         """`--resume` begins a run where there is none."""
@@ -59,31 +59,27 @@ class Job:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def whole_run(commands: Server, arguments: list[str], folder: Path) -> Job:
+def whole_run(commands: Server, arguments: str, folder: Path, half_way: int) -> Job:
     started = time.monotonic()
-    code, complaint = commands.run([*arguments, "--output", str(folder / "whole")])
+    code, complaint = commands.run([*arguments.split(), "--output", str(folder / "whole")])
     assert code == 0, complaint
-    return Job(arguments, folder / "whole", time.monotonic() - started)
+    return Job(arguments.split(), folder / "whole", time.monotonic() - started, half_way)
 
 
 @pytest.fixture(scope="session")
 def certify(commands, tmp_path_factory) -> Job:
-    words = "certify --limit 16 --masks 2 --exhaustive --batch-size 8 --device cpu --workers 1 --seed 1"
-    return whole_run(commands, words.split(), tmp_path_factory.mktemp("certify"))
+    words = (
+        "certify --limit 16 --masks 2 --exhaustive --batch-size 8 --device cpu --workers 1 --weights random --seed 1"
+    )
+    return whole_run(commands, words, tmp_path_factory.mktemp("certify"), half_way=14)
 
 
 @pytest.fixture(scope="session")
 def train(commands, tmp_path_factory) -> Job:
-    folder, draw = tmp_path_factory.mktemp("train"), np.random.default_rng(0)
-    for split, count in (("train", 9), ("val", 4)):
-        for label, name in enumerate(("dark", "light")):
-            (folder / "data" / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = draw.integers(0, 128, (28, 28, 3)) + 127 * label
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / "data" / split / name / f"{number}.png")
+    data = two_classes(tmp_path_factory.mktemp("train") / "data", {"train": 9, "val": 4})
     words = "train --strategy cutout --epochs 2 --batch-size 6 --learning-rate 0.05 --device cpu --workers 1"
-    saving = ["--checkpoint-minutes", "0", "--dataset", str(folder / "data")]
-    return whole_run(commands, [*words.split(), *saving], folder)
+    words += f" --weights random --checkpoint-minutes 0 --dataset {data}"
+    return whole_run(commands, words, data.parent, half_way=84)
 
 
 @pytest.fixture
@@ -116,11 +112,16 @@ def refused(code: int, complaint: str, pattern: str) -> None:
 
 
 def stopped_half_way(commands: Server, job: Job, folder: Path) -> None:
-    """A run killed when about half of its file events were over."""
-    events = {"certify": 14, "train": 90}[job.arguments[0]]
-    code, complaint = commands.run(job.words(folder), Fault(folder=str(folder), die_at=events))
+    code, complaint = commands.run(job.words(folder), Fault(folder=str(folder), die_at=job.half_way))
     assert code == -signal.SIGKILL, complaint
     assert 0 < job.progress(folder) < job.progress(job.whole)
+
+
+def changed(job: Job, folder: Path, name: str, content: bytes) -> Path:
+    """A copy of the undisturbed run in which one file holds something else."""
+    shutil.copytree(job.whole, folder)
+    (folder / name).write_bytes(content)
+    return folder
 
 
 # --- killed --------------------------------------------------------------------------------------------------------
@@ -202,11 +203,6 @@ def test_a_second_process_on_the_folder_is_refused_and_the_first_one_finishes(co
 
 # --- the disk ------------------------------------------------------------------------------------------------------
 
-
-def used_kilobytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024
-
-
 DISKS = [
     ("certify", (0.6,)),
     ("train", (0.5,)),
@@ -217,9 +213,9 @@ DISKS = [
 
 @pytest.mark.parametrize(("job", "shares"), DISKS, indirect=["job"])
 def test_a_full_disk_is_one_line_and_with_room_the_run_goes_on(commands, job, shares, tmp_path, survived):
+    used = sum(path.stat().st_size for path in job.whole.rglob("*") if path.is_file()) // 1024
     for share in shares:
-        kilobytes = max(4, int(share * used_kilobytes(job.whole)) // 4 * 4)
-        with small_disk(tmp_path / str(share), kilobytes=kilobytes) as mounted:
+        with small_disk(tmp_path / str(share), kilobytes=max(4, int(share * used) // 4 * 4)) as mounted:
             if not mounted:
                 pytest.skip("no file system can be mounted here; the test below fills a disk in another way")
             folder = tmp_path / str(share) / "r"
@@ -252,11 +248,11 @@ def test_a_read_only_folder_is_one_line_and_writable_again_the_run_goes_on(comma
     folder = tmp_path / "r"
     stopped_half_way(commands, job, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    protected = [folder, *(path for path in folder.rglob("*"))]
+    protected = [folder, *folder.rglob("*")]
     for path in protected:
         path.chmod(0o555)
     code, complaint = commands.run(job.words(folder), Fault(powerless=True))
-    refused(code, complaint, f"cannot write to {folder}: Permission denied; make room or make it writable")
+    refused(code, complaint, f"cannot write to {folder}: Permission denied; .* make it writable, or .* --output")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     for path in protected:
         path.chmod(0o755)
@@ -273,7 +269,7 @@ def test_a_disk_that_turns_read_only_is_one_line(commands, job, tmp_path, surviv
         stopped_half_way(commands, job, tmp_path / "disk" / "r")
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
         code, complaint = commands.run(job.words(tmp_path / "disk" / "r"))
-        refused(code, complaint, "Read-only file system; make room or make it writable, or choose another --output")
+        refused(code, complaint, "Read-only file system; .* make it writable, or .* another --output")
         subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "disk")], check=True)
         finish(commands, job, tmp_path / "disk" / "r")
         survived("read-only disk")
@@ -305,7 +301,7 @@ def flips(content: bytes, count: int, seed: int) -> Iterator[tuple[int, bytes]]:
         yield place, content[:place] + bytes([content[place] ^ (1 << draw.randrange(8))]) + content[place + 1 :]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=slow)])
 def test_a_flipped_bit_in_the_records_is_refused_with_its_line(certify, tmp_path, count, survived):
     shutil.copytree(certify.whole, tmp_path / "r")
     folder, whole = RunFolder(tmp_path / "r"), (certify.whole / "records.jsonl").read_bytes()
@@ -324,14 +320,11 @@ def test_a_flipped_bit_in_the_records_is_refused_with_its_line(certify, tmp_path
 def test_after_the_damaged_line_is_removed_as_told_the_run_goes_on(commands, certify, tmp_path, count, survived):
     whole = (certify.whole / "records.jsonl").read_bytes()
     for number, (_, damaged) in enumerate(flips(whole[:-1], count, seed=2)):
-        folder = tmp_path / str(number)
-        shutil.copytree(certify.whole, folder)
-        (folder / "records.jsonl").write_bytes(damaged + whole[-1:])
+        folder = changed(certify, tmp_path / str(number), "records.jsonl", damaged + whole[-1:])
         code, complaint = commands.run(certify.words(folder))
         refused(code, complaint, r"records\.jsonl: line \d+ is damaged .*; remove it and all lines after it, then")
-        found = re.search(r"line (\d+) is damaged", complaint)
-        assert found
-        sound = (damaged + whole[-1:]).split(b"\n")[: int(found[1]) - 1]
+        line = int(re.search(r"line (\d+) is damaged", complaint)[1])
+        sound = (damaged + whole[-1:]).split(b"\n")[: line - 1]
         (folder / "records.jsonl").write_bytes(b"".join(line + b"\n" for line in sound))
         finish(commands, certify, folder)
         survived("damaged record")
@@ -341,9 +334,7 @@ def test_after_the_damaged_line_is_removed_as_told_the_run_goes_on(commands, cer
 def test_records_cut_anywhere_are_completed(commands, certify, tmp_path, count, survived):
     whole, draw = (certify.whole / "records.jsonl").read_bytes(), random.Random(3)
     for number in range(count):
-        folder = tmp_path / str(number)
-        shutil.copytree(certify.whole, folder)
-        (folder / "records.jsonl").write_bytes(whole[: draw.randrange(len(whole))])
+        folder = changed(certify, tmp_path / str(number), "records.jsonl", whole[: draw.randrange(len(whole))])
         (folder / "results.json").write_text("{ cut")
         finish(commands, certify, folder)
         survived("cut records")
@@ -362,7 +353,7 @@ def test_a_flipped_bit_in_the_manifest_is_refused(job, tmp_path, survived):
             with folder.open(sound, resume=True) as stored:
                 assert {key: stored[key] for key in sound} == sound  # only the word `seal` can have been hit
         except CheckError as error:
-            refusals += "restore it from a copy, or begin again with another --output" in str(error)
+            refusals += "restore it from a copy, or begin again in another folder" in str(error)
     assert refusals > 290
     survived("flipped bit in a manifest", 300)
 
@@ -390,7 +381,7 @@ def test_a_damaged_checkpoint_is_refused_and_removed_as_told_the_run_goes_on(
     stopped_half_way(commands, train, tmp_path / "stopped")
     for name in names:
         content = (tmp_path / "stopped" / "checkpoint-last" / name).read_bytes()
-        cut = [(0, content[: len(content) // 2])]
+        cut = [(0, content[: len(content) // 2])] if count > 1 else []
         for number, (_, damaged) in enumerate([*flips(content, count, seed=5), *cut]):
             folder = tmp_path / f"{name}-{number}"
             shutil.copytree(tmp_path / "stopped", folder)
@@ -402,27 +393,13 @@ def test_a_damaged_checkpoint_is_refused_and_removed_as_told_the_run_goes_on(
             survived("damaged checkpoint")
 
 
-@slow
-def test_damage_to_what_training_does_not_read_again_is_written_over(commands, train, tmp_path, survived):
-    stopped_half_way(commands, train, tmp_path / "stopped")
-    for name in ("model.safetensors", "classifier.json"):
-        for number, (_, damaged) in enumerate(
-            flips((tmp_path / "stopped" / "checkpoint-last" / name).read_bytes(), 3, seed=6)
-        ):
-            folder = tmp_path / f"{name}-{number}"
-            shutil.copytree(tmp_path / "stopped", folder)
-            (folder / "checkpoint-last" / name).write_bytes(damaged)
-            finish(commands, train, folder)
-            survived("damaged checkpoint")
-
-
 def test_a_line_lost_from_the_log_is_said_and_the_weights_do_not_care(commands, train, tmp_path, survived):
     stopped_half_way(commands, train, tmp_path / "r")
     log = tmp_path / "r" / "log.jsonl"
     log.write_text(log.read_text().replace('{"kind"', "{'kind'", 1))
     code, complaint = commands.run(train.words(tmp_path / "r"))
     assert code == 0, complaint
-    assert "log.jsonl has lost 1 steps; the weights do not depend on it" in complaint
     assert losses(tmp_path / "r") == losses(train.whole)[1:]
     assert weights(tmp_path / "r") == weights(train.whole)
+    assert any("1 step is missing in log.jsonl" in notice for notice in read_run(tmp_path / "r").notices)
     survived("damaged log")

@@ -209,7 +209,7 @@ def test_masks_are_those_method_gives(image, patch, per_axis, side, starts):
 
 @pytest.mark.parametrize("per_axis", [0, -3, (2, 0), (0, 2)])
 def test_covering_masks_needs_a_mask_on_each_axis(per_axis):
-    with pytest.raises(InputError, match="at least one mask an axis is needed, not"):
+    with pytest.raises(InputError, match="per_axis must be at least 1, not"):
         covering_masks(threat_of(8, 2), per_axis=per_axis)
 
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import patchproof as pp
-from patchproof.attacks.losses import Scene, WrongMajority
-from patchproof.attacks.views import Aim, Lens, Views
 from patchproof.cli import run
 from patchproof.data import iterate_batches, open_dataset
-from patchproof.masking import as_images
+from patchproof.masking import CleanAnswers, Evaluator, as_images
 from patchproof.models import load_classifier
 from patchproof.training.strategies import masking_strategy, training_masks
 from patchproof.types import Preprocessing
+from reference import measured
 
 DEVICE = "cuda"
+THREAT = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
 IMAGES = 96
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,7 +49,7 @@ def records(folder: Path, *words: str) -> list[dict]:
 
 
 def certify(trained: Path, folder: Path, *flags: str) -> list[dict]:
-    """The verdicts, one an image."""
+    """The verdicts, one per image."""
     found = records(folder, "certify", "--weights", str(trained), "--limit", str(IMAGES), *flags)
     return [{name: record[name] for name in ("index", "undefended", "defended", "certified")} for record in found]
 
@@ -75,24 +75,20 @@ def small_case(trained: Path, count: int) -> tuple[torch.nn.Module, torch.Tensor
     return load_classifier("small", str(trained)).eval(), as_images(batch.images, torch.device("cpu")), batch.labels
 
 
-def test_an_attacks_gradient_is_that_of_the_cpu(trained):
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_attacks_gradient_is_that_of_the_cpu(trained, number):
     classifier, images, labels = small_case(trained, 8)
-    masks = pp.covering_masks(pp.PatchThreat.square(image_size=(28, 28), pixels=5), per_axis=3)
     gradients = []
     for device in ("cpu", DEVICE):
-        here, answers = images.to(device), labels.to(device)
-        views = Views.of(masks, (28, 28), here.device)
-        lens = Lens(classifier.to(device), views, pp.Engine(chunk=256), whole_parts=device == DEVICE)
-        aim = aim_at_the_middle(lens, here, answers)
-        gradients.append(lens.gradient(here, answers, aim, WrongMajority().loss)[1].cpu())
+        here, right = images.to(device), labels.to(device)
+        defense = pp.defense("patchcleanser", classifier.to(device), THREAT, engine=pp.Engine(batch_size=256))
+        evaluator, objective = Evaluator(defense.classifier, defense.engine), defense.objectives()[number]
+        views = objective.views((28, 28), here.device)
+        clean = evaluator.logits(here, views, torch.arange(len(views.first), device=device))
+        places = torch.tensor([[10, 10, 5, 5]], device=device).expand(len(images), -1)
+        aim = objective.aim(CleanAnswers(views, right, clean), places, torch.zeros_like(right))
+        gradients.append(evaluator.gradient(here, right, views, aim, objective.loss)[1].cpu())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-2 * float(gradients[0].abs().amax()))
-
-
-def aim_at_the_middle(lens: Lens, images: torch.Tensor, labels: torch.Tensor) -> Aim:
-    every = torch.arange(len(lens.views.first), device=images.device)
-    scene = Scene(lens.views, labels, lens.logits(images, every))
-    places = torch.tensor([[10, 10, 5, 5]], device=images.device).expand(len(images), -1)
-    return WrongMajority().aim(scene, places, torch.zeros_like(labels))
 
 
 @pytest.mark.parametrize("flags", ["fp32", "bf16", "fp16 --compile"])
@@ -118,16 +114,14 @@ def test_the_search_finds_the_masks_of_the_cpu(trained, name):
 
 def test_memory_that_runs_out_halves_the_chunk_and_changes_no_verdict(trained):
     classifier, images, labels = small_case(trained, 400)
-    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
-    masks = pp.covering_masks(threat, per_axis=3)
-    plain = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(chunk=512)).certify(images, labels)
+    plain = pp.defense("patchcleanser", classifier, THREAT, engine=measured(batch_size=512)).certify(images, labels)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 100 * 2**20) / total)
     try:
-        crowded = pp.PatchCleanser(classifier.to(DEVICE), masks, threat, engine=pp.Engine(chunk=16_384))
+        crowded = pp.defense("patchcleanser", classifier.to(DEVICE), THREAT, engine=measured(batch_size=16_384))
         found = crowded.certify(images.to(DEVICE), labels.to(DEVICE))
-        assert crowded.runner.chunk < 16_384
+        assert crowded.evaluator.chunk < 16_384
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert (found.certified.cpu() == plain.certified).float().mean() > 0.99

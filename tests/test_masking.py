@@ -4,77 +4,59 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import patchproof as pp
 import reference
-from patchproof.masking import (
-    Copies,
-    Runner,
-    TwoMaskTable,
-    clean_labels,
-    fill_colour,
-    forward,
-    images_ahead,
-    label_margin,
-    padded,
-    top_two,
-)
+from patchproof.masking import Copies, Evaluator, fill_colour, images_ahead, label_margin, network, top_two
+from patchproof.types import CheckError, InputError
+
+THREAT = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
+MASKS = pp.covering_masks(THREAT, per_axis=3)
+BF16 = reference.measured(precision="bf16", tau=0.1)
 
 
-class Chunks:
-    """Remembers the size of every batch it was given."""
+class Camera:
+    """Remembers every batch it was given; its memory holds `room` images at once."""
 
-    def __init__(self):
-        self.sizes: list[int] = []
+    fill = (0.25, 0.75)
+
+    def __init__(self, room: int = 10**6):
+        self.seen, self.room = [], room
+        self.weight = torch.randint(-3, 4, (162, 3), generator=torch.Generator().manual_seed(0)).float()
 
     def __call__(self, images):
-        self.sizes.append(len(images))
-        return images.flatten(1)[:, :3]
+        self.seen.append(images)
+        if len(images) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return images.flatten(1) @ self.weight
+
+    @property
+    def sizes(self):
+        return [len(images) for images in self.seen]
 
 
-@pytest.fixture
-def masks():
-    return pp.covering_masks(pp.PatchThreat.square(image_size=(9, 9), pixels=2), per_axis=3)
+@given(st.integers(1, 60), st.integers(0, 2**32))
+def test_the_classifier_sees_exactly_the_pixels_the_masks_leave_a_chunk_at_a_time(chunk, seed):
+    generator, camera = torch.Generator().manual_seed(seed), Camera()
+    images = torch.rand(3, 2, 9, 9, generator=generator)
+    copies = Copies(*(torch.randint(high, (20,), generator=generator) for high in (3, 9, 9)))
+    evaluator = Evaluator(camera, pp.Engine(batch_size=chunk))
+    logits = evaluator.evaluate(images, MASKS.keep(), copies, lambda logits, _: logits)
+    assert camera.sizes == [chunk] * (20 // chunk) + [20 % chunk] * (20 % chunk > 0)
+    assert evaluator.passes == len(logits) == 20
+    for copy, image, a, b in zip(torch.cat(camera.seen), *(t.tolist() for t in copies), strict=True):
+        assert torch.equal(copy, reference.hide(images[image], (MASKS.rects[a], MASKS.rects[b]), camera.fill))
 
 
-def test_the_classifier_sees_exactly_the_pixels_the_masks_leave(masks, generator):
-    images = torch.rand(2, 2, 9, 9, generator=generator)
-    seen = []
-
-    class Camera:
-        fill = (0.25, 0.75)
-
-        def __call__(self, batch):
-            seen.append(batch)
-            return batch.flatten(1)[:, :2]
-
-    copies = Copies(torch.tensor([0, 1, 1]), torch.tensor([0, 4, 8]), torch.tensor([0, 2, 8]))
-    runner = Runner(Camera(), pp.Engine(chunk=2))
-    runner.evaluate(images, masks.keep(), copies, lambda logits, _: logits)
-    for copy, image, a, b in zip(torch.cat(seen), *(t.tolist() for t in copies), strict=True):
-        assert torch.equal(copy, reference.hide(images[image], (masks.rects[a], masks.rects[b]), Camera.fill))
-
-
-@given(st.integers(1, 60))
-def test_no_forward_pass_is_larger_than_the_chunk(chunk):
-    masks = pp.covering_masks(pp.PatchThreat.square(image_size=(9, 9), pixels=2), per_axis=3)
-    classifier = Chunks()
-    pp.two_mask_labels(classifier, torch.zeros(3, 1, 9, 9), masks, engine=pp.Engine(chunk=chunk))
-    assert max(classifier.sizes) <= chunk
-    assert sum(classifier.sizes) == 3 * len(masks.unions)
-    assert all(size == chunk for size in classifier.sizes[:-1])
-
-
-def test_the_fill_is_the_classifiers_own_and_grey_without_one(masks):
-    images = torch.zeros(1, 3, 9, 9)
-    with_fill = type("WithFill", (), {"fill": (0.1, 0.2, 0.3), "__call__": lambda self, x: x})()
-    assert fill_colour(with_fill, images).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
-    assert fill_colour(lambda x: x, images).flatten().tolist() == [0.5, 0.5, 0.5]
-    with pytest.raises(ValueError, match="fill has 3 channels, the images have 1"):
-        fill_colour(with_fill, images[:, :1])
+def test_the_fill_is_the_classifiers_own_and_grey_without_one():
+    images = torch.zeros(1, 2, 9, 9)
+    assert fill_colour(Camera(), images).flatten().tolist() == [0.25, 0.75]
+    assert fill_colour(lambda x: x, images).flatten().tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match="fill has 2 channels, the images have 1"):
+        fill_colour(Camera(), images[:, :1])
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=4, max_size=4), min_size=1, max_size=5), st.integers(0, 3))
@@ -88,204 +70,99 @@ def test_label_gap_and_margin_equal_their_definitions_ties_included(rows, label)
         assert margin == reference.margin_of(row, label)
 
 
-def test_a_classifier_in_training_mode_is_refused():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(pp.types.CheckError, match="training mode"):
-        forward(model, torch.zeros(1, 1, 2, 2))
-
-
-def test_evaluation_leaves_no_graph_and_the_global_arithmetic_as_it_was():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
+def test_evaluation_leaves_no_graph_and_the_global_arithmetic_as_it_was_and_needs_eval_mode():
+    model, image = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), torch.zeros(1, 1, 2, 2)
+    with pytest.raises(CheckError, match=r"training mode \(3 modules, e\.g\. itself\)"):
+        network(model)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     for precision in ("fp32", "tf32", "bf16"):
-        logits = forward(model, torch.zeros(1, 1, 2, 2), precision=precision)
+        logits = network(model.eval(), precision=precision)(image, None)
         assert not logits.requires_grad
         assert logits.dtype == torch.float32
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
-class Wobbly:
-    """Says 1 in fast arithmetic and 0 in float32, by a lead of `lead`."""
-
-    def __init__(self, lead: float):
-        self.lead = lead
-
-    def __call__(self, images):
-        fast = torch.is_autocast_enabled("cpu")
-        return torch.tensor([[0.0, self.lead] if fast else [self.lead, 0.0]]).expand(len(images), -1)
-
-
-@pytest.mark.parametrize(("lead", "label", "passes"), [(0.5, 1, 1), (0.04, 0, 2)])
-def test_a_fast_label_within_tau_is_decided_again_in_float32(masks, lead, label, passes):
-    engine = pp.Engine(precision="bf16", tau=0.1)
-    images = torch.zeros(2, 1, 9, 9)
-    table = TwoMaskTable(Runner(Wobbly(lead), engine), images, masks)
-    assert table.one_mask_labels().unique().tolist() == [label]
-    assert table.forwards.tolist() == [passes * 9] * 2
-    assert clean_labels(Runner(Wobbly(lead), engine), images).tolist() == [label] * 2
-
-
-def test_a_lead_below_the_float32_tau_certifies_nothing(masks):
-    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
-    images, labels = torch.zeros(1, 1, 9, 9), torch.zeros(1, dtype=torch.int64)
-    for tau, certified in ((0.04, True), (0.06, False)):
-        engine = pp.Engine(tau_fp32=tau)
-        assert (
-            bool(pp.PatchCleanser(Wobbly(0.05), masks, threat, engine=engine).certify(images, labels).certified)
-            is certified
-        )
-
-
 def test_wrong_engine_settings_are_refused():
-    with pytest.raises(ValueError, match="at least one masked copy, not 0"):
-        pp.Engine(chunk=0)
-    with pytest.raises(ValueError, match="cannot be negative"):
-        pp.Engine(tau_fp32=-1.0)
-    with pytest.raises(ValueError, match="cannot be negative"):
-        pp.Engine(tau=float("nan"))
+    with pytest.raises(InputError, match="batch_size must be a positive number or `auto`, not 0"):
+        pp.Engine(batch_size=0)
+    for taus in ({"tau_fp32": 0.0}, {"tau": float("nan")}):
+        with pytest.raises(InputError, match="tau cannot be negative and tau_fp32 must be above 0"):
+            reference.measured(**taus)
+    with pytest.raises(InputError, match="bf16 labels need a τ above 0 to count"):
+        reference.measured(precision="bf16")
 
 
-def test_a_certificate_without_a_label_is_refused(masks):
-    with pytest.raises(ValueError, match="a certificate is about a label"):
-        TwoMaskTable(Runner(lambda x: x.flatten(1), pp.Engine()), torch.zeros(1, 1, 9, 9), masks).right()
-
-
-# --- the engine ------------------------------------------------------------------------------------------------------
-
-
-class Crowded:
-    """A linear classifier whose device holds at most `room` images at once."""
-
-    def __init__(self, room: int):
-        self.room, self.sizes = room, []
-        self.weight = torch.randint(-3, 4, (81, 3), generator=torch.Generator().manual_seed(0)).float()
-
-    def __call__(self, images):
-        self.sizes.append(len(images))
-        if len(images) > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return images.flatten(1) @ self.weight
+# --- memory and shapes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", [1, 3, 7, 64])
-def test_running_out_of_memory_halves_the_chunk_for_good_and_changes_no_answer(masks, generator, room):
-    images = torch.randint(0, 3, (4, 1, 9, 9), generator=generator).float()
-    expected = pp.two_mask_labels(Crowded(room=10**6), images, masks)
-    classifier = Crowded(room)
-    runner = Runner(classifier, pp.Engine(chunk=64))
+def test_running_out_of_memory_halves_the_chunk_for_good_and_changes_no_answer(generator, room):
+    images = torch.randint(0, 3, (4, 2, 9, 9), generator=generator).float()
+    copies = Copies(torch.arange(4).repeat_interleave(9), *[torch.arange(9).repeat(4)] * 2)
+    expected = Evaluator(Camera(), pp.Engine()).answers(images, MASKS.keep(), copies)
+    camera = Camera(room)
+    evaluator = Evaluator(camera, pp.Engine(batch_size=64))
     for _ in range(2):
-        table = TwoMaskTable(runner, images, masks)
-        table.evaluate_all()
-        assert torch.equal(table.label[:, table.of_pair], expected)
-    assert runner.chunk == 64 // 2 ** sum(size > room for size in classifier.sizes)
-    assert sum(size > room for size in classifier.sizes) <= 6  # found out once, not in every batch
-    assert runner.passes == 2 * 4 * len(masks.unions)
+        found = evaluator.answers(images, MASKS.keep(), copies)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    failed = sum(size > room for size in camera.sizes)
+    assert evaluator.chunk == 64 // 2**failed
+    assert failed <= 6, "found out once, not in every batch"
+    assert evaluator.passes == 2 * 36
 
 
-def test_memory_for_not_even_one_image_is_an_error(masks):
-    with pytest.raises(torch.OutOfMemoryError):
-        pp.two_mask_labels(Crowded(room=0), torch.zeros(1, 1, 9, 9), masks, engine=pp.Engine(chunk=4))
-
-
-def test_other_errors_are_not_taken_for_lack_of_memory(masks):
+def test_memory_for_not_even_one_image_and_other_errors_are_raised():
     def broken(images):
         raise RuntimeError("expected scalar type Half")
 
-    with pytest.raises(RuntimeError, match="scalar type Half"):
-        pp.two_mask_labels(broken, torch.zeros(1, 1, 9, 9), masks)
+    for classifier, error in ((Camera(room=0), torch.OutOfMemoryError), (broken, RuntimeError)):
+        with pytest.raises(error):
+            pp.two_mask_labels(classifier, torch.zeros(1, 2, 9, 9), MASKS, engine=pp.Engine(batch_size=4))
 
 
-class Shapes(nn.Module):
-    """Offers a fast form of itself that remembers the batches it was given."""
+class Compilable(nn.Module):
+    """Offers a fast form of itself that remembers the batches it was given, with whether it was compiled."""
 
     def __init__(self):
         super().__init__()
-        self.seen: list[int] = []
+        self.seen = []
 
     def forward(self, images):
         return images.flatten(1)[:, :3]
 
     def lowered(self, dtype, *, compiled=False):
         def fast(images):
-            self.seen.append(len(images) if compiled else -len(images))
+            self.seen.append((compiled, images))
             return images.flatten(1)[:, :3].to(dtype)
 
         return fast
 
 
-def test_compiled_passes_have_one_shape_and_a_few_copies_are_not_padded(masks, generator):
-    images, classifier = torch.rand(3, 1, 9, 9, generator=generator), Shapes().eval()
-    engine = pp.Engine(chunk=32, precision="bf16", tau=0.1, compile=True)
-    found = pp.two_mask_labels(classifier, images, masks, engine=engine)
-    assert {size for size in classifier.seen if size > 0} == {32}
-    assert {size for size in classifier.seen if size < 0} <= {-8}
-    assert torch.equal(found, pp.two_mask_labels(classifier, images, masks))
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_padding_repeats_the_last_image_and_keeps_the_layout(layout, generator):
-    """Another layout would be compiled anew, and convolved slowly."""
-    images = torch.rand(3, 2, 4, 5, generator=generator).to(memory_format=layout)
-    filled = padded(images, 7)
-    assert torch.equal(filled, torch.cat([images, *[images[-1:]] * 4]))
-    assert filled.is_contiguous(memory_format=layout)
-    assert padded(images, 2) is images
-    (slope,) = torch.autograd.grad(padded(images.requires_grad_(), 7).sum(), images)
-    assert torch.equal(slope, torch.ones_like(images)), "nobody asks for the gradient of what fills a batch up"
-
-
-@given(st.integers(1, 600), st.integers(0, 2000))
-def test_batches_of_fixed_sizes_take_everything_once_and_waste_less_than_half(chunk, count):
-    runner = Runner(lambda x: x, pp.Engine(chunk=chunk))
-    sizes: list[int] = []
-
-    def answer(start: int, size: int) -> torch.Tensor:
-        assert start == sum(sizes)
-        sizes.append(size)
-        return torch.zeros(1)
-
-    runner.in_chunks(count, answer, fixed=True)
-    assert sum(sizes) == count
-    shapes = [runner.shape(size) for size in sizes]
-    assert set(shapes) <= {max(1, chunk // part) for part in (1, 4)}
-    smallest = max(1, chunk // 4)
-    assert all(
-        size <= shape and (2 * size >= shape or shape == smallest) for size, shape in zip(sizes, shapes, strict=True)
-    )
-
-
-def test_a_fast_gap_that_was_further_off_than_tau_ends_the_run(masks):
-    class FarOff:
-        def __call__(self, images):
-            fast = torch.is_autocast_enabled("cpu")
-            return torch.tensor([[0.0, 0.05] if fast else [5.0, 0.0]]).expand(len(images), -1)
-
-    table = TwoMaskTable(Runner(FarOff(), pp.Engine(precision="bf16", tau=0.1)), torch.zeros(1, 1, 9, 9), masks)
-    with pytest.raises(pp.types.CheckError, match=r"changed by 5.05 between the fast precision and float32, more than"):
-        table.evaluate_all()
-
-
-def test_a_second_round_is_cancelled_once_a_label_differs(masks, generator):
-    images = torch.rand(5, 1, 9, 9, generator=generator)
-
-    def classifier(batch):
-        return (batch.flatten(1) @ torch.arange(81 * 3).reshape(81, 3).float().remainder(7) - 120).remainder(3)
-
-    first = torch.tensor([0, 1, 2, 3, 4])
-    masks_of = torch.tensor([0, 4, 8, 2, 6])
-    whole = TwoMaskTable(Runner(classifier, pp.Engine()), images, masks)
-    expected = whole.labels_under(first, masks_of)
-    lazy = TwoMaskTable(Runner(classifier, pp.Engine()), images, masks)
-    until = expected[:, 0]
-    found = lazy.labels_under(first, masks_of, until=until)
-    assert torch.equal((found == until[:, None]).all(dim=1), (expected == until[:, None]).all(dim=1))
-    assert int(lazy.forwards.sum()) < int(whole.forwards.sum())
+@given(st.integers(1, 200), st.integers(1, 500), st.sampled_from([torch.contiguous_format, torch.channels_last]))
+@settings(max_examples=30)
+def test_compiled_passes_have_one_shape_and_layout_and_padding_wastes_less_than_half(chunk, count, layout):
+    images = torch.rand(3, 2, 9, 9, generator=torch.Generator().manual_seed(0)).to(memory_format=layout)
+    classifier = Compilable().eval()
+    evaluator = Evaluator(classifier, pp.Engine(batch_size=chunk, precision="bf16", compile=True))
+    copies = Copies(torch.arange(count) % 3, *[torch.arange(count) % 9] * 2)
+    read = []
+    logits = evaluator.evaluate(images, MASKS.keep(), copies, lambda logits, rows: (read.append(rows), logits)[1])
+    assert torch.equal(logits, Evaluator(Compilable().eval(), pp.Engine(precision="bf16")).evaluate(
+        images, MASKS.keep(), copies, lambda logits, _: logits))  # fmt: skip
+    assert [row for rows in read for row in range(rows.start, rows.stop)] == list(range(count))
+    for rows, (compiled, batch) in zip(read, classifier.seen, strict=True):
+        size, wanted, smallest = len(batch), rows.stop - rows.start, max(1, chunk // 4)
+        assert size in (chunk, smallest)
+        assert compiled == (size == chunk)
+        assert wanted <= size
+        assert 2 * wanted >= size or size == smallest
+        assert batch.is_contiguous(memory_format=layout), "another layout would be compiled anew, and convolved slowly"
 
 
 def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them():
     def batches():
         yield "a", torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
-        yield "b", torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+        yield "b", torch.zeros(2, 3, 2, 2)
         raise OSError("disk")
 
     arrived = images_ahead(batches(), torch.device("cpu"))
@@ -296,24 +173,73 @@ def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them(
         next(arrived)
 
 
-def test_an_infinite_fast_lead_is_an_overflow_and_decided_again(masks):
-    class Overflows:
-        """In fast arithmetic label 0 wins by infinity; in float32 label 1 does."""
-
-        def __call__(self, images):
-            fast = torch.is_autocast_enabled("cpu")
-            return torch.tensor([[torch.inf, 0.0] if fast else [0.0, 1.0]]).expand(len(images), -1)
-
-    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
-    engine = pp.Engine(precision="fp16", tau=0.1)
-    defense = pp.PatchCleanser(Overflows(), masks, threat, engine=engine)
-    images = torch.zeros(2, 1, 9, 9)
-    assert defense.predict(images).tolist() == [1, 1]
-    assert defense.certify(images, torch.tensor([0, 1])).certified.tolist() == [False, True]
-    assert clean_labels(Runner(Overflows(), engine), images).tolist() == [1, 1]
+# --- fast labels and τ -----------------------------------------------------------------------------------------------
 
 
-def test_an_infinite_float32_lead_certifies_nothing(masks):
-    threat = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
-    infinite = pp.PatchCleanser(lambda x: torch.tensor([[torch.inf, 0.0]]).expand(len(x), -1), masks, threat)
+class TwoWays:
+    """Answers some logits in fast arithmetic and others in float32, whatever it is shown."""
+
+    def __init__(self, fast, exact):
+        self.fast, self.exact = torch.tensor([fast]), torch.tensor([exact])
+
+    def __call__(self, images):
+        return (self.fast if torch.is_autocast_enabled("cpu") else self.exact).expand(len(images), -1)
+
+
+@pytest.mark.parametrize(
+    ("fast", "exact", "label", "passes"),
+    [
+        ((0.0, 0.5), (0.5, 0.0), 1, 1),
+        ((0.0, 0.04), (0.04, 0.0), 0, 2),
+        ((torch.inf, 0.0), (0.0, 1.0), 1, 2),  # an overflow is no lead
+        ((torch.nan, 0.0), (0.0, 1.0), 1, 2),
+    ],
+)
+def test_a_fast_label_within_tau_is_decided_again_in_float32(fast, exact, label, passes):
+    classifier, images = TwoWays(fast, exact), torch.zeros(2, 1, 9, 9)
+    assert Evaluator(classifier, BF16).labels(images).tolist() == [label] * 2
+    defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16)
+    found = defense.assess(images, torch.tensor([label, 1 - label]))
+    assert found.predictions.tolist() == [label] * 2
+    assert found.certificates.certified.tolist() == [True, False]
+    assert found.certificates.forwards[0] == passes * len(MASKS.unions)
+
+
+def test_an_infinite_float32_lead_certifies_nothing():
+    infinite = pp.PatchCleanser(TwoWays((0.0, 0.0), (torch.inf, 0.0)), MASKS, THREAT, engine=reference.measured())
     assert not infinite.certify(torch.zeros(1, 1, 9, 9), torch.tensor([0])).certified.any()
+
+
+@pytest.mark.parametrize(
+    ("fast", "exact", "change"),
+    [
+        ((0.05, 0.0, 0.0), (0.0, 0.07, 0.0), 0.12),  # flipped: both lead by little, yet the first label lost 0.12
+        ((0.05, 0.0, 0.0), (-2.0, 0.02, 0.0), 2.07),  # the new label leads by 0.02 alone, over another one
+        ((0.05, 0.0, 0.0), (5.0, 0.0, 0.0), 4.95),
+    ],
+)
+def test_a_change_above_tau_is_that_of_the_fast_labels_margin_and_ends_a_certification(fast, exact, change):
+    """The difference of the two leads would be 0.02, 0.03 and 4.95: a flip between near-ties would pass unnoticed."""
+    classifier, images = TwoWays(fast, exact), torch.zeros(1, 1, 9, 9)
+    defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16)
+    with pytest.raises(CheckError, match=rf"changed by {change} between bf16 and float32, more than the 0.1 that .* τ"):
+        defense.certify(images, torch.tensor([0]))
+    lenient = Evaluator(classifier, BF16, strict=False)
+    assert lenient.labels(images).tolist() == [reference.argmax(exact)]
+    assert len(lenient.audit.exceeded) == 1
+    assert lenient.audit.per_image(1) == [(1, pytest.approx(change))]
+
+
+def test_of_tau_only_what_is_not_for_float32_may_be_used_up_by_the_fast_precision():
+    """A certificate in float32 at its own τ, answered in bf16, needs both shares."""
+    engine = reference.measured(precision="bf16", tau=0.1, tau_fp32=0.04)
+    for change, exceeded in ((0.05, set()), (0.07, {0})):
+        lenient = Evaluator(TwoWays((0.05, 0.0), (0.05 + change, 0.0)), engine, strict=False)
+        lenient.labels(torch.zeros(1, 1, 9, 9))
+        assert lenient.audit.exceeded == exceeded
+
+
+def test_fast_labels_without_a_measured_tau_are_refused():
+    defense = pp.PatchCleanser(TwoWays((1.0, 0.0), (1.0, 0.0)), MASKS, THREAT, engine=pp.Engine(precision="bf16"))
+    with pytest.raises(InputError, match="no τ has been measured for these bf16 labels"):
+        defense.predict(torch.zeros(1, 1, 9, 9))

@@ -8,6 +8,7 @@ import lzma
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -33,27 +34,21 @@ def records(folder: Path, name: str = "records") -> list[dict]:
     return [json.loads(line) for line in lzma.decompress((folder / f"{name}.jsonl.xz").read_bytes()).splitlines()]
 
 
+@cache
 def share(folder: Path, name: str) -> float:
     """The percentage, counted without the program."""
-    return shares(folder)[name]
+    return 100 * statistics.mean(one[name] is True for one in records(folder))
 
 
-@cache
-def shares(folder: Path) -> dict[str, float]:
-    found = records(folder)
-    names = [name for name in found[0] if any(isinstance(one[name], bool) for one in found)]
-    return {name: 100 * statistics.mean(one[name] is True for one in found) for name in names}
+def read(*folders: Path) -> list:
+    return [sys.modules["evidence_records"].result(folder, RESULTS) for folder in folders]
 
 
-def without_blocks(text: str) -> str:
-    """What was typed by hand: no tables and numbers from records, no transcripts."""
-    for written in (r"<!-- results: .*?<!-- end -->", r"<!-- = .*?<!-- \. -->", r"```.*?```"):
-        text = re.sub(written, "", text, flags=re.S)
-    return text
-
-
-def test_tables_and_documents_hold_what_the_records_say(rebuild):
-    assert rebuild.out_of_date() == []
+def test_tables_and_documents_hold_what_the_records_say():
+    """In a process of its own, without the types of all 457,164 records checked."""
+    words = [sys.executable, str(ROOT / "scripts" / "rebuild.py"), "--check"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "everything holds what the records say\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -64,37 +59,30 @@ def test_certified_with_both_mask_sets_is_what_a_plain_count_gives(name, experim
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
     for run in {path.parent.name.partition("-seed")[0] for path in RESULTS.glob(f"{experiment}/*/train")}:
         folders = sorted(RESULTS.glob(f"{experiment}/{run}-seed*/certify-3percent-3x3"))
-        undefended = statistics.mean(share(folder, "undefended") for folder in folders)
-        defended = statistics.mean(share(folder, "defended") for folder in folders)
-        certified = statistics.mean(share(folder, "certified") for folder in folders)
+        means = [statistics.mean(share(f, key) for f in folders) for key in ("undefended", "defended", "certified")]
         fine = [share(folder, "certified") for folder in RESULTS.glob(f"{experiment}/{run}-seed*/certify-3percent-6x6")]
         seeds = f"{len(folders)}" if len(fine) == len(folders) else f"{len(folders)} (6×6: {len(fine)})"
         assert f"| {seeds} |" in rows[run]
-        assert f"| {undefended:.1f} | {defended:.1f} | {certified:.1f}" in rows[run]
+        assert "| {:.1f} | {:.1f} | {:.1f}".format(*means) in rows[run]
         assert rows[run].rstrip(" |").split("|")[-1].strip().startswith(f"{statistics.mean(fine):.1f}" if fine else "–")
 
 
 def test_every_curve_shows_all_its_points(rebuild):
     runs = [path for s in ("cutout", "greedy") for path in RESULTS.glob(f"imagenette/{s}-seed0/certify-3percent-*")]
-    results = [sys.modules["evidence_records"].result(path, RESULTS) for path in runs]
-    _, pictures = rebuild.build(results, [], [])
+    _, pictures = rebuild.build(read(*runs), [], [])
     assert {picture.key for picture in pictures} == {path.stem for path in (RESULTS / "figures").iterdir()}
-    counts = {"imagenette-masks": lambda folder: share(folder, "certified"), "imagenette-cost": passes_an_image}
     for picture in pictures:
         (axes,) = picture.figure.axes
-        lines, names = axes.get_legend_handles_labels()
-        for line, strategy in zip(lines, names, strict=True):
+        for line, strategy in zip(*axes.get_legend_handles_labels(), strict=True):
             drawn = getattr(line, "lines", [line])[0].get_xydata()
             for masks, value in drawn:
                 folder = RESULTS / f"imagenette/{strategy}-seed0/certify-3percent-{masks:.0f}x{masks:.0f}"
-                assert value == pytest.approx(counts[picture.key](folder))
+                passes = statistics.mean(record["forwards"] for record in records(folder))
+                counted = passes if picture.key == "imagenette-cost" else share(folder, "certified")
+                assert value == pytest.approx(counted)
                 for place, (low, high) in ((masks, axes.get_xlim()), (value, axes.get_ylim())):
                     assert low <= place <= high
-            assert len(drawn) == len(list(RESULTS.glob(f"imagenette/{strategy}-seed0/certify-3percent-*")))
-
-
-def passes_an_image(folder: Path) -> float:
-    return statistics.mean(record["forwards"] for record in records(folder))
+            assert len(drawn) == sum(strategy in run.parts[-2] for run in runs)
 
 
 CAMPAIGN = {
@@ -103,12 +91,10 @@ CAMPAIGN = {
         "device": "a machine",
     },
     "double masking": {
-        "seen": 4, "tried": 2, "broken": 0, "passes": 90, "queries": 8, "seconds": 60.0, "indices": [7, 1],
-        "breaks": [],
+        "seen": 4, "tried": 2, "broken": 0, "passes": 90, "seconds": 60.0, "indices": [7, 1], "breaks": [],
     },
     "literal rule": {
-        "seen": 1, "tried": 1, "broken": 1, "passes": 9, "queries": 2, "seconds": 3.0, "indices": [7],
-        "breaks": [{"index": 7}],
+        "seen": 1, "tried": 1, "broken": 1, "passes": 9, "seconds": 3.0, "indices": [7], "breaks": [{"index": 7}],
     },
 }  # fmt: skip
 
@@ -128,10 +114,17 @@ def test_a_campaign_is_counted_from_the_images_it_lists(rebuild, tmp_path):
             rebuild.read_campaigns(tmp_path)
 
 
-def test_a_native_patch_is_compared_on_the_same_images_only(rebuild):
+def test_differences_are_counted_on_the_images_both_looked_at(rebuild):
+    runs = (RESULTS / "imagenette" / f"{s}-seed0" / "certify-3percent-3x3" for s in ("greedy", "cutout"))
+    greedy, cutout = read(*runs)
+    some = frozenset(list(cutout.images)[:100])
+    found = rebuild.paired(greedy, dataclasses.replace(cutout, images=some, proven=cutout.proven & some))
+    differences = [(i in greedy.proven) - (i in cutout.proven) for i in some]
+    assert (found.images, found.only, found.lost) == (100, differences.count(1), differences.count(-1))
+    assert found.points == pytest.approx(100 * statistics.mean(differences))
+    assert found.half_width == pytest.approx(196 * statistics.pstdev(differences) / 10)
     folder = RESULTS / "cifar10" / "greedy-seed0"
-    runs = "certify-35px-3x3", "native/certify-5px-3x3"
-    usual, native = (sys.modules["evidence_records"].result(folder / name, RESULTS) for name in runs)
+    usual, native = read(folder / "certify-35px-3x3", folder / "native/certify-5px-3x3")
     name = f"{usual.experiment}/{usual.strategy}-native/35px~5px/3"
     only = len(usual.proven - native.proven) - len(native.proven - usual.proven)
     assert rebuild.native_values([usual, native])[name] == f"{100 * only / len(usual.images):.1f}"
@@ -162,21 +155,9 @@ def test_all_that_was_certified_and_attacked_of_a_network_is_of_the_same_weights
         assert len(set.union(*own)) == len(own), experiment
 
 
-def test_a_difference_is_counted_on_the_images_both_looked_at(rebuild):
-    runs = (RESULTS / "imagenette" / f"{s}-seed0" / "certify-3percent-3x3" for s in ("greedy", "cutout"))
-    greedy, cutout = (sys.modules["evidence_records"].result(path, RESULTS) for path in runs)
-    some = frozenset(list(cutout.images)[:100])
-    found = rebuild.paired(greedy, dataclasses.replace(cutout, images=some, proven=cutout.proven & some))
-    differences = [(i in greedy.proven) - (i in cutout.proven) for i in some]
-    assert (found.images, found.only, found.lost) == (100, differences.count(1), differences.count(-1))
-    assert found.points == pytest.approx(100 * statistics.mean(differences))
-    assert found.half_width == pytest.approx(196 * statistics.pstdev(differences) / 10)
-
-
-def test_seeds_lie_as_far_apart_as_a_plain_count_says(rebuild):
+def test_seeds_are_as_far_apart_as_a_plain_count_says(rebuild):
     folders = list(RESULTS.glob("imagenette-one-epoch/greedy-seed?/certify-3percent-3x3"))
-    shares = [share(folder, "certified") for folder in folders]
-    runs = [sys.modules["evidence_records"].result(folder, RESULTS) for folder in folders]
+    shares, runs = [share(folder, "certified") for folder in folders], read(*folders)
     name = "imagenette-one-epoch/greedy-spread/3%/3"
     assert rebuild.values(runs)[name] == f"{max(shares) - min(shares):.1f}"
     assert name not in rebuild.values(runs[:1])
@@ -184,18 +165,14 @@ def test_seeds_lie_as_far_apart_as_a_plain_count_says(rebuild):
 
 def test_one_epoch_is_the_first_of_ten():
     """Step by step, to the last bit; but for the run that an older version of the program made."""
-    both = [
-        run.name for run in (RESULTS / "imagenette-one-epoch").iterdir() if (RESULTS / "imagenette" / run.name).exists()
-    ]
+    short, long = (RESULTS / name for name in ("imagenette-one-epoch", "imagenette"))
+    both = [run.name for run in short.iterdir() if (long / run.name).exists()]
     assert len(both) == 13
     for run in set(both) - {"greedy-seed0"}:
-        short, long = (losses(RESULTS / name / run / "train") for name in ("imagenette-one-epoch", "imagenette"))
-        assert len(long) == 10 * len(short)
-        assert long[: len(short)] == short, run
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in records(folder, "log") if line["kind"] == "step"]
+        lines = [records(folder / run / "train", "log") for folder in (short, long)]
+        one, ten = ([line["loss"] for line in found if line["kind"] == "step"] for found in lines)
+        assert len(ten) == 10 * len(one)
+        assert ten[: len(one)] == one, run
 
 
 @pytest.mark.parametrize("experiment", ["imagenette", "imagenette-one-epoch", "cifar10"])
@@ -232,18 +209,42 @@ def test_the_numbers_under_attack_are_what_a_plain_count_gives(rebuild):
     campaigns = [json.loads(path.read_text("utf-8"))["double masking"] for path in RESULTS.glob("campaign/*.json")]
     assert numbers["campaign/tried"] == str(sum(len(set(one["indices"])) for one in campaigns))
     assert numbers["campaign/broken"] == str(sum(len(one["breaks"]) for one in campaigns)) == "0"
-
-
-def test_certified_attacked_and_defended_lie_in_each_other_image_by_image():
     for folder in RESULTS.glob("*/*/attack-*"):
         for record in records(folder):
             assert record["certified"] <= record["attacked"] <= record["defended"]
             assert record["undefended_attacked"] <= record["undefended"]
 
 
-def test_a_folder_without_results_is_no_run(rebuild, tmp_path):
-    shutil.copytree(ROOT / "results" / RUN, tmp_path / RUN)
+def test_the_audit_of_tau_is_what_a_plain_count_gives(rebuild):
+    folders = [path.parent for path in RESULTS.rglob("results.json") if path.parent.name != "train"]
+    taus, audits = [], []
+    for folder in folders:
+        manifest, results = (json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "results"))
+        taus.append(manifest["tau"])
+        audits += [(results["audit"], manifest["tau"]["drift"]["precision"])] if "audit" in results else []
+    found = rebuild.audit_values(RESULTS)
+    assert found == {
+        "audit/runs": str(len(folders)),
+        "audit/redone": f"{sum(audit['redone'] for audit, _ in audits):,}",
+        "audit/ratio": f"{max(audit['largest_change'] / measured for audit, measured in audits if measured):.2f}",
+        "audit/floor": str(sum(tau["fp32"] == 64 * 2**-23 * tau["drift"]["scale"] for tau in taus)),
+    }
+    page = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / "decisions" / "0003-tau.md").read_text("utf-8"))
+    assert f"{found['audit/redone']} labels were decided again" in page
+    assert f"{found['audit/ratio']} times the measured one" in page
+    assert f"{found['audit/floor']} of {found['audit/runs']} stored runs" in page
+
+
+def test_a_folder_without_results_is_no_run_and_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
+    shutil.copytree(RESULTS / RUN, tmp_path / RUN)
     assert len(rebuild.read(tmp_path)) == 1
+    found = records(RESULTS / RUN)
+    lost = next(r for r in found if not r["certified"])
+    lost["certified"], lost["witness"] = True, None
+    text = "".join(json.dumps(r) + "\n" for r in found)
+    (tmp_path / RUN / "records.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    with pytest.raises(SystemExit, match="contradicts the records"):
+        rebuild.read(tmp_path)
     (tmp_path / RUN / "results.json").unlink()
     assert rebuild.read(tmp_path) == []
 
@@ -256,55 +257,35 @@ def test_every_table_says_hardware_time_passes_and_seeds():
         assert re.search(r"\bminutes\b|\d s\b", text), path.name
 
 
-def test_a_record_changed_by_hand_is_found_out(rebuild, tmp_path):
-    shutil.copytree(RESULTS / RUN, tmp_path / RUN)
-    found = records(RESULTS / RUN)
-    lost = next(r for r in found if not r["certified"])
-    lost["certified"], lost["witness"] = True, None
-    text = "".join(json.dumps(r) + "\n" for r in found)
-    (tmp_path / RUN / "records.jsonl.xz").write_bytes(lzma.compress(text.encode()))
-    with pytest.raises(SystemExit, match="contradicts the records"):
-        rebuild.read(tmp_path)
+# --- documents -----------------------------------------------------------------------------------------------------
+
+NUMBER = r"(?:\d+(?:[.,]\d+)*|one|two|three|four|five|ten|fifteen|twenty)"
+TYPED = re.compile(rf"{NUMBER}\s?(?:%|points?\b|times\b)")
+SETTINGS = {"1%", "2%", "3%", "95%"}
+"""Patches and intervals: asked for, not measured."""
+PAGES = ["README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md"]
 
 
-def test_a_number_changed_by_hand_is_put_right(rebuild):
+def test_a_number_changed_by_hand_is_put_right_and_an_unknown_one_refused(rebuild):
     page = (ROOT / "docs/reproducing.md").read_text("utf-8")
     tables = {path.stem: path.read_text("utf-8") for path in (RESULTS / "tables").glob("*.md")}
     marked = re.findall(r"<!-- = (\S+) -->(.*?)<!-- \. -->", page)
     changed = re.sub(r"(\d)\.\d ±", r"\1.x ±", page, count=1).replace(f"-->{marked[0][1]}<!--", "-->99.9<!--")
     assert changed != page
     assert rebuild.filled(changed, tables, dict(marked)) == page
-
-
-def test_an_unknown_table_or_number_is_refused(rebuild):
     with pytest.raises(SystemExit, match="no table `nope`"):
         rebuild.filled("<!-- results: nope -->\n<!-- end -->", {"yes": ""}, {})
     with pytest.raises(SystemExit, match="no number `nope`"):
         rebuild.filled("<!-- = nope -->1<!-- . -->", {}, {"yes": "1"})
 
 
-NUMBER = r"(?:\d+(?:[.,]\d+)*|one|two|three|four|five|ten|fifteen|twenty)"
-TYPED = re.compile(rf"{NUMBER}\s?(?:%|points?\b|times\b)")
-SETTINGS = {"1%", "2%", "3%", "95%"}
-"""Patches and intervals: asked for, not measured."""
-
-
-@pytest.mark.parametrize("name", ["docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md", "results/README.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_no_measured_number_is_typed_by_hand(name):
-    typed = TYPED.findall(without_blocks((ROOT / name).read_text("utf-8")))
-    assert set(typed) <= SETTINGS
-
-
-def test_no_measured_number_is_typed_by_hand_into_the_readme():
-    text = without_blocks((ROOT / "README.md").read_text("utf-8"))
+    page = (ROOT / name).read_text("utf-8")
+    text = re.sub(r"<!-- results: .*?<!-- end -->|<!-- = .*?<!-- \. -->|```.*?```", "", page, flags=re.S)
     assert set(TYPED.findall(text)) <= SETTINGS
-    assert re.findall(r"\d+\.\d+ ?%", text) == []
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/reproducing.md", "docs/attacks.md", "docs/howto/masks.md"])
-def test_no_line_of_a_paragraph_begins_with_a_marker(name):
-    """Markdown would take the rest of it for HTML."""
-    assert not re.search(r"^[ *-]*<!-- =", (ROOT / name).read_text("utf-8"), flags=re.M)
+    assert name != "README.md" or re.findall(r"\d+\.\d+ ?%", text) == []
+    assert not re.search(r"^[ *-]*<!-- =", page, flags=re.M)  # Markdown would take the rest of the line for HTML
 
 
 def test_nothing_in_results_names_the_machine_it_was_made_on():

@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 import patchproof as pp
-from patchproof.masking import Runner, clean_labels, forward
+from patchproof.masking import Evaluator, Measured, network
 from patchproof.models import ImageClassifier, load_classifier, weights_sha256
+
+
+def forward(classifier, images, precision="fp32") -> torch.Tensor:
+    return network(classifier, precision=precision)(images, None)
 
 
 @pytest.fixture
@@ -56,10 +60,10 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
     weight.data.mul_(-2)  # leaves no trace, so it takes a new batch of images to be seen
     classifier.refresh()
     follows("behind torch's back")
-    runner = Runner(classifier, pp.Engine(precision="bf16"))
-    clean_labels(runner, images)
+    evaluator = Evaluator(classifier, Measured(precision="bf16", tau=1e-9, tau_fp32=1e-12))
+    evaluator.labels(images)
     weight.data.mul_(-2)
-    clean_labels(runner, images)
+    evaluator.labels(images)
     follows("behind torch's back, a batch later")
     last = [name for name, part in classifier.module.named_modules() if isinstance(part, nn.Linear)][-1]
     parent = classifier.module.get_submodule(last.rpartition(".")[0])
@@ -70,13 +74,16 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
 def test_every_new_batch_sees_weights_changed_behind_torchs_back(classifier, images):
     threat = pp.PatchThreat.square(image_size=(28, 28), pixels=3)
     masks = pp.covering_masks(threat, per_axis=2)
-    defense = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(precision="bf16", tau=1e9))
-    defense.predict(images)
+
+    def defense(classifier, tau):
+        engine = Measured(precision="bf16", tau=tau, tau_fp32=1e-12)
+        return pp.PatchCleanser(classifier, masks, threat, engine=engine)
+
+    defense(classifier, 1e9).predict(images)
     for parameter in classifier.parameters():
         parameter.data.mul_(-1)
-    fast = pp.PatchCleanser(copy.deepcopy(classifier), masks, threat, engine=pp.Engine(precision="bf16", tau=1e-9))
-    again = pp.PatchCleanser(classifier, masks, threat, engine=pp.Engine(precision="bf16", tau=1e-9))
-    assert torch.equal(fast.predict(images), again.predict(images))
+    fresh = defense(copy.deepcopy(classifier), 1e-9).predict(images)
+    assert torch.equal(fresh, defense(classifier, 1e-9).predict(images))
 
 
 def test_the_fast_copy_can_be_made_inside_inference_mode(classifier, images):

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 SET_UP = """
+from types import SimpleNamespace
 import numpy
 import torch
 import patchproof as pp
-from patchproof.attacks import Misclassify
-from patchproof.checks import check_classifier
-from patchproof.masking import Runner, TwoMaskTable, Engine
+from patchproof.attacks import AttackPlan
+from patchproof.defenses import assess
+from patchproof.masking import Engine
 from patchproof.training import Plan
 from patchproof.types import InputError, Preprocessing
 
@@ -24,33 +25,56 @@ images = torch.rand(4, 3, 8, 8)
 labels = torch.zeros(4, dtype=torch.int64)
 def classifier(images):
     return images.float().flatten(1)[:, :3]
-def table(images, labels=None):
-    return TwoMaskTable(Runner(classifier, Engine()), images, masks, labels)
-def check(images):
-    return check_classifier(classifier, images, masks, num_classes=3)
+defense = pp.PatchCleanser(classifier, masks, threat)
+def own(*parts):
+    described = dict(name="own", guarantee="recovery", threat=threat, describe=dict, predict=lambda images: labels)
+    return SimpleNamespace(**described, certify=lambda images, labels: parts and pp.Certificates(*parts))
+def check(images, classifier=classifier):
+    return pp.check_classifier(classifier, images, masks, num_classes=3)
 """
 
 WRONG = {
     "Preprocessing(resize=(8, 8), interpolation='lanczos')": "interpolation must be one of nearest, bilinear, bicubic",
     "Engine(precision='bfloat16')": "precision must be one of fp32, tf32, bf16, fp16, not 'bfloat16'",
+    "Engine(batch_size='many')": "batch_size must be a positive number or `auto`, not 'many'",
     "Plan(schedule='cosin')": "schedule must be one of step, cosine, constant",
     "Plan(optimizer='adam')": "optimizer must be one of sgd, adamw",
     "Plan(augment='heavy')": "augment must be one of none, light",
     "Plan(precision='half')": "precision must be one of",
-    "Misclassify('hinge')": "the loss must be one of cross-entropy, margin",
-    "table((255 * images).byte())": "images must be floats in [0, 1]",
-    "table(images[0])": "images must be floats in [0, 1] of shape (images, channels, height, width)",
-    "table(images, labels[:1])": "labels must be a tensor of one int64 number for each of the 4 images",
-    "table(images, labels.float())": "labels must be a tensor of one int64 number",
-    "table(images, labels[:, None])": "labels must be a tensor of one int64 number",
-    "table(images, [0, 0, 0, 0])": "labels must be a tensor of one int64 number for each of the 4 images, not list",
-    "check(images[:0])": "give at least one",
-    "check(torch.rand(2, 3, 9, 9))": "images must be (images, channels, height, width) of the masks' (8, 8), not",
-    "check(torch.rand(3, 8, 8))": "images must be (images, channels, height, width) of the masks' (8, 8), not",
+    "Plan(epochs=0)": "epochs must be at least 1, not 0",
+    "Plan(learning_rate=-1.0)": "learning_rate must be positive, not -1.0",
+    "Plan(ema=1.0)": "ema must be in [0, 1), e.g. 0.999, not 1.0",
+    "Plan(accumulate=65)": "accumulate must be in [1, batch_size], not 65",
+    "Plan(label_smoothing=float('nan'))": "label_smoothing must be finite, not nan",
+    "Plan(strategy='greddy')": "unknown masking strategy `greddy`; did you mean `greedy`?",
+    "Plan(strategy='qqq')": "unknown masking strategy `qqq`; known are none, cutout",
+    "AttackPlan(steps=0)": "steps must be at least 1, not 0",
+    "AttackPlan(restarts=-1)": "restarts must be at least 1, not -1",
+    "AttackPlan(step_size=float('nan'))": "step_size must be in (0, 1], as pixels are in [0, 1], not nan",
+    "AttackPlan(only_certified=True, target='undefended')": "only_certified is about the defence",
+    "AttackPlan(place_search='anywhere')": "place_search must be one of gradient, grid, exhaustive",
+    "AttackPlan(target='all')": "target must be one of undefended, defended, both",
+    "defense.predict((255 * images).byte())": "images must be floats in [0, 1]",
+    "defense.predict(images[0])": "images must be floats in [0, 1] of shape (images, channels, height, width)",
+    "defense.assess(images, labels[:1])": "labels must be a tensor of one int64 number for each of the 4 images",
+    "defense.assess(images, labels.float())": "labels must be a tensor of one int64 number",
+    "defense.assess(images, labels[:, None])": "labels must be a tensor of one int64 number",
+    "defense.assess(images, [0, 0, 0, 0])": "labels must be a tensor of one int64 number for each of the 4 images, not",
+    "defense.pairs(images).table.right()": "a certificate is about a label",
+    "assess(own(), images)": "SimpleNamespace.certify must return Certificates, not tuple",
+    "assess(own(labels, labels.float(), labels), images)": "certified must be bool of shape (4,), not torch.int64",
+    "check(images[:0])": "images must be (images, channels, height, width), at least one, of the masks' (8, 8), not",
+    "check(torch.rand(2, 3, 9, 9))": "images must be (images, channels, height, width), at least one, of the masks'",
+    "check(torch.rand(3, 8, 8))": "images must be (images, channels, height, width), at least one, of the masks'",
     "check(images + 1e-6 - images.max() + 1)": "images must be floats in [0, 1], not torch.float32 from",
     "check(255 * images)": "images must be floats in [0, 1], not torch.float32 from",
     "check((255 * images).byte())": "images must be floats in [0, 1], not torch.uint8 from",
     "check(images - torch.nan)": "images must be floats in [0, 1]",
+    "check(images, lambda x: x)": "it must return logits of shape (512, classes)",
+    "pp.certify(classifier, images)": "function is no defence: it lacks name, guarantee, threat, predict, certify",
+    "pp.certify(defense, 3)": "int is no data set: expected a sequence of (image, label)",
+    "pp.certify(defense, [(images[0], -1)])": "labels cannot be negative: image 0 has one that is",
+    "pp.certify(defense, [(images[0], 0.5)])": "the label of item 0 of images must be an integer, not 0.5",
     "pp.PatchThreat.square(image_size=(8, 8), pixels=2.5)": "a size is (height, width) in whole pixels",
     "pp.PatchThreat((8, 8, 3), ((2, 2),))": "a size is (height, width) in whole pixels",
     "pp.PatchThreat((8, 8), (2, 2))": "a size is (height, width) in whole pixels",
@@ -76,7 +100,7 @@ def said() -> dict[str, str]:
         "said = {}",
         f"for words in {[*WRONG, *RIGHT]}:",
         "    try: said[words] = str(eval(words))",
-        "    except InputError as error: said[words] = str(error)",
+        "    except pp.types.PatchproofError as error: said[words] = str(error)",
         "    except Exception as error: said[words] = f'{type(error).__name__}: {error}'",
         "import json; print(json.dumps(said))",
     ]

@@ -19,78 +19,46 @@ from patchproof.cli import build_app
 OPTIONS = ("--help", "-h", "--version")
 
 
-def commands(app: App) -> Iterator[tuple[str, App]]:
-    """The verbs in the order of the program's own help."""
-    for name in app:
-        if name not in OPTIONS:
-            yield name, app[name]
-
-
-def arguments(command: App) -> list[Argument]:
+def arguments(app: App, name: str) -> list[Argument]:
     """What can be given to a command: positions first, then flags; not the dataclass that holds the flags."""
-    found = command.assemble_argument_collection(parse_docstring=True)
+    found = app[name].assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
     return sorted((a for a in found if a.name != "*"), key=lambda a: a.index is None)
 
 
-def usage(name: str, command: App) -> str:
-    places = [a.name + ("…" if _is_list(a.hint) else "") for a in arguments(command) if a.index is not None]
-    required = [place if a.required else f"[{place}]" for place, a in zip(places, arguments(command), strict=False)]
-    flags = ["[flags]"] if any(a.index is None for a in arguments(command)) else []
-    return " ".join(["patchproof", name, *required, *flags])
+def usage(name: str, found: Sequence[Argument]) -> str:
+    places = [(a, a.name + ("…" if get_origin(a.hint) is list else "")) for a in found if a.index is not None]
+    required = [place if a.required else f"[{place}]" for a, place in places]
+    return " ".join(["patchproof", name, *required, *(["[flags]"] if len(places) < len(found) else [])])
 
 
 def value_words(argument: Argument) -> str:
     """What stands after a flag: its choices, or the kind of value; nothing after a switch."""
-    kind = _without_none(argument.hint)
-    if kind is bool:
-        return ""
-    if get_origin(kind) is Literal:
-        return " | ".join(map(str, get_args(kind)))
-    names = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
-    return names.get(kind, "PATH")
-
-
-def default_words(argument: Argument) -> str:
-    value = argument.field_info.default
-    silent = argument.required or any(value is nothing for nothing in (None, False, Declared.empty))
-    return "" if silent else str(value)
-
-
-def _without_none(hint: Any) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(kind for kind in get_args(hint) if kind is not type(None))
-    return hint
-
-
-def _is_list(hint: Any) -> bool:
-    return get_origin(hint) is list
-
-
-def markdown(app: App) -> Iterator[str]:
-    """A section a command: usage, what it does, and a table of its arguments."""
-    for name, command in commands(app):
-        yield from (f"## {name}", "", (command.help or "").split("\n")[0], "", "```text", usage(name, command), "```")
-        yield ""
-        rows = [row(argument) for argument in arguments(command)]
-        if rows:
-            yield from table(("", "default", "meaning"), rows)
-        yield ""
+    names = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: ""}
+    union = get_origin(argument.hint) in (Union, types.UnionType)
+    kinds: list[Any] = [k for k in get_args(argument.hint) if k is not type(None)] if union else [argument.hint]
+    words = [get_args(kind) if get_origin(kind) is Literal else (names.get(kind, "PATH"),) for kind in kinds]
+    return " | ".join(str(word) for choices in words for word in choices)
 
 
 def row(argument: Argument) -> tuple[str, str, str]:
     words = value_words(argument) if argument.index is None else ""
     named = f"`{argument.name}`" + (f" `{words}`" if words else "")
-    default = default_words(argument)
-    return named, f"`{default}`" if default else "", " ".join((argument.parameter.help or "").split())
+    value = argument.field_info.default
+    silent = argument.required or any(value is nothing for nothing in (None, False, Declared.empty))
+    return named, "" if silent else f"`{value}`", " ".join((argument.parameter.help or "").split())
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "```{list-table}"
-    yield from (":header-rows: 1", ":class: flags", ":widths: 34 12 54", "")
-    for cells in (head, *rows):
-        for number, cell in enumerate(cells):
-            yield f"{'* ' if number == 0 else '  '}- {cell}"
-    yield from ("```", "")
+def markdown(app: App) -> Iterator[str]:
+    """One section per command: usage, what it does, and a table of its arguments."""
+    for name in (name for name in app if name not in OPTIONS):
+        found = arguments(app, name)
+        yield from (f"## {name}", "", (app[name].help or "").split("\n")[0], "")
+        yield from ("```text", usage(name, found), "```", "")
+        if found:
+            yield from ("```{list-table}", ":header-rows: 1", ":class: flags", ":widths: 34 12 54", "")
+            for cells in (("", "default", "meaning"), *map(row, found)):
+                yield from (f"{'  ' if number else '* '}- {cell}" for number, cell in enumerate(cells))
+            yield from ("```", "")
 
 
 class CommandLine(SphinxDirective):

@@ -1,28 +1,56 @@
 """Make image classifiers provably resistant to adversarial patches, and measure the proof."""
 
-from patchproof.checks import check_classifier
-from patchproof.defenses import Certificates, Defense, PatchCleanser
+from patchproof.attacks import AttackPlan
+from patchproof.data import open_dataset
+from patchproof.defenses import (
+    DEFENSES,
+    Alarm,
+    Certificates,
+    Defense,
+    PatchCleanser,
+    defense,
+    two_mask_labels,
+)
 from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
-from patchproof.masking import Engine, occlude, two_mask_labels
-from patchproof.training import masking_strategy
-from patchproof.types import Classifier, Preprocessing
+from patchproof.masking import Engine, Ensemble, check_classifier, occlude
+from patchproof.models import load_checkpoint, load_classifier
+from patchproof.runs import attack, certify, predict, train
+from patchproof.training import MaskingStrategy, Plan, masking_strategy
+from patchproof.types import CheckError, Classifier, InputError, Preprocessing
+from patchproof.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
+    "DEFENSES",
+    "Alarm",
+    "AttackPlan",
     "Certificates",
+    "CheckError",
     "Classifier",
     "Defense",
     "Engine",
+    "Ensemble",
+    "InputError",
     "MaskSet",
+    "MaskingStrategy",
     "PatchCleanser",
     "PatchThreat",
+    "Plan",
     "Preprocessing",
     "Rect",
+    "__version__",
+    "attack",
+    "certify",
     "check_classifier",
     "covering_masks",
+    "defense",
+    "load_checkpoint",
+    "load_classifier",
     "masking_strategy",
     "native_footprint",
     "native_threat",
     "occlude",
+    "open_dataset",
+    "predict",
+    "train",
     "two_mask_labels",
 ]

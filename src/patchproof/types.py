@@ -30,6 +30,10 @@ class CheckError(PatchproofError, RuntimeError):
     """A check on the classifier, the data or a run folder failed (exit code 1)."""
 
 
+class TauExceededError(CheckError):
+    """A fast precision was further from float32 than the measured τ allows: its certificates cannot be trusted."""
+
+
 def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
     """Refuse a word that would otherwise be taken for some other: annotations alone stop nobody."""
     if value not in allowed:
@@ -43,7 +47,7 @@ class Preprocessing:
     `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width); with
     `cover`, the image keeps its aspect and becomes just large enough to cover that (height, width). `crop` is the
     (height, width) cut from the centre, None to keep everything. `antialias` widens the kernel when shrinking, as
-    Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels an axis at any scale.
+    Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels per axis at any scale.
     """
 
     resize: int | Size | None

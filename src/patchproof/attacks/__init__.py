@@ -1,22 +1,19 @@
-"""White-box patch attacks: an upper bound on robust accuracy, to hold against the certified lower one."""
+"""White-box patch attacks: an upper bound on robust accuracy, to compare with the certified lower one."""
 
 from patchproof.attacks.base import Attack, Attacked, Patched, Target, Undefended, check_patched, image_generator
-from patchproof.attacks.gradient import AttackPlan, GradientAttack
-from patchproof.attacks.losses import FakeUnanimity, Misclassify, Objective, WrongMajority
-from patchproof.attacks.suite import attack_in_turn, defended_attacks, undefended_attacks
+from patchproof.attacks.gradient import AttackPlan, GradientAttack, Misclassify
+from patchproof.attacks.suite import NoiseAttack, attack_in_turn, defended_attacks, undefended_attacks
 
 __all__ = [
     "Attack",
     "AttackPlan",
     "Attacked",
-    "FakeUnanimity",
     "GradientAttack",
     "Misclassify",
-    "Objective",
+    "NoiseAttack",
     "Patched",
     "Target",
     "Undefended",
-    "WrongMajority",
     "attack_in_turn",
     "check_patched",
     "defended_attacks",

@@ -6,8 +6,7 @@ import hashlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -15,8 +14,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import PatchThreat, Rect
-from patchproof.masking import Engine, Runner, clean_labels
-from patchproof.types import CheckError, Classifier, InputError
+from patchproof.masking import Evaluator
+from patchproof.types import CheckError, InputError
 
 
 @runtime_checkable
@@ -30,15 +29,10 @@ class Target(Protocol):
 class Undefended:
     """predict(x) = F(x)."""
 
-    classifier: Classifier
-    engine: Engine = field(default_factory=Engine)
-
-    @cached_property
-    def runner(self) -> Runner:
-        return Runner(self.classifier, self.engine)
+    evaluator: Evaluator
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        return clean_labels(self.runner, images)
+        return self.evaluator.labels(images)
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Patched:
 
 @dataclass(frozen=True)
 class Attacked:
-    """A proposal that kept to the rules, with the target's answers to it; `labels` are the right ones."""
+    """A proposal within the threat, with the target's answers to it; `labels` are the right ones."""
 
     images: Float[Tensor, "b c h w"]
     places: tuple[Rect, ...]
@@ -64,17 +58,13 @@ class Attacked:
     predictions: Int64[Tensor, " b"]
     passes: Int64[Tensor, " b"]
     queries: Int64[Tensor, " b"]
-
-    @property
-    def broken(self) -> Bool[Tensor, " b"]:
-        return self.predictions != self.labels
+    broken: Bool[Tensor, " b"]
 
     def __getitem__(self, row: int) -> Attacked:
         """One image, as a batch of one."""
         some = slice(row, row + 1)
-        tensors = (self.images, self.labels, self.predictions, self.passes, self.queries)
-        images, labels, predictions, passes, queries = (t[some] for t in tensors)
-        return Attacked(images, self.places[some], labels, predictions, passes, queries)
+        tensors = (self.labels, self.predictions, self.passes, self.queries, self.broken)
+        return Attacked(self.images[some], self.places[some], *(t[some] for t in tensors))
 
 
 class Attack(ABC):
@@ -114,15 +104,23 @@ class Attack(ABC):
         _check_images(images, threat)
         if len(generators) != len(images):
             raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
-        proposal = self.search(images.clone(), labels.clone(), generators) if len(images) else _nothing(images)
-        found = _plain_copy(proposal, count=len(images), name=name)
+        if not len(images):
+            return Attacked(images.clone(), (), labels, labels, labels, labels, labels.bool())
+        found = _plain_copy(self.search(images.clone(), labels.clone(), generators), count=len(images), name=name)
         check_patched(images, found, threat, name=name)
-        predictions = answers(target, found.images) if len(images) else labels.clone()
-        return Attacked(found.images, found.places, labels, predictions, found.passes, found.queries + 1)
+        predictions = answers(target, found.images)
+        fell = wrong_answers(target, predictions, labels)
+        return Attacked(found.images, found.places, labels, predictions, found.passes, found.queries + 1, fell)
+
+
+def wrong_answers(target: Target, predictions: Int64[Tensor, " b"], labels: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
+    """Which answers are not what the target promises: the label, or for detection the label or an alarm (−1)."""
+    wrong = predictions != labels
+    return wrong & (predictions >= 0) if getattr(target, "guarantee", None) == "detection" else wrong
 
 
 def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-    """What the target says of a copy of the images, which stay as they are whatever it does."""
+    """What the target answers to a copy of the images, which stay as they are whatever it does."""
     found = target.predict(images.clone())
     if not isinstance(found, Tensor) or found.shape != (len(images),):
         raise CheckError(f"{type(target).__name__}.predict returned {_shape(found)} for {len(images)} images")
@@ -143,7 +141,7 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
 
 
 def _copied(part: Any) -> Tensor:
-    """By torch's own methods: a derived class answers as it likes, and a plain tensor may have others set on it."""
+    """By torch's own methods: a subclass may override them."""
     if type(part) is not Tensor or part.layout is not torch.strided:
         raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
     return Tensor.clone(Tensor.detach(part))
@@ -197,11 +195,6 @@ def _check_images(images: Tensor, threat: PatchThreat) -> None:
         raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {threat.image_size}")
     if not bool(((images >= 0) & (images <= 1)).all()):
         raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
-
-
-def _nothing(images: Tensor) -> Patched:
-    none = torch.zeros(0, dtype=torch.int64, device=images.device)
-    return Patched(images.clone(), (), none, none.clone())
 
 
 def _shape(value: object) -> str:

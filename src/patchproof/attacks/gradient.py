@@ -11,106 +11,146 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchproof.attacks.base import Attack, Patched, Target
-from patchproof.attacks.losses import Objective, Scene
-from patchproof.attacks.places import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
-from patchproof.attacks.views import Aim, Lens, Views
-from patchproof.geometry import MaskSet, PatchThreat
-from patchproof.masking import Engine
-from patchproof.types import Classifier, InputError, require_one_of
+from patchproof.attacks.base import Attack, Patched, Target, wrong_answers
+from patchproof.geometry import (
+    PatchThreat,
+    Rect,
+    all_places,
+    as_rects,
+    best_places,
+    grid_places,
+    hidden_by,
+    inside,
+    mass_inside,
+)
+from patchproof.masking import Aim, CleanAnswers, Evaluator, Objective, Views, label_margin
+from patchproof.types import InputError, Size, require_one_of
 
 LOOKS = 4
-"""How often, in the course of its steps, a patch is shown to the judge; an image that breaks is left alone then."""
+"""How often, in the course of its steps, a patch is shown to the target; an image that breaks is left alone then."""
 
 CANDIDATES = 4
-"""Patches of one image that are worked on side by side: some places, each with all its starts."""
+"""Patches of one image that are optimised together: some places, each with all its starts."""
 
 MOMENTUM = 0.9
 
 PlaceSearch = Literal["gradient", "grid", "exhaustive"]
+AttackTarget = Literal["undefended", "defended", "both"]
 
 
 @dataclass(frozen=True)
 class AttackPlan:
-    """How hard to try: `steps` of at most `step_size` for each of `restarts` starts at each of `places` places.
+    """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`.
 
-    The first start is the image itself, the others are noise. The size of a step falls linearly to zero. Places are
-    those of most input-gradient, an even grid, or all of them whatever `places` says.
+    The first start is the image itself, the others are noise.
     """
 
+    target: AttackTarget = "both"
+    """What to attack: the classifier alone, the defence, or both."""
     steps: int = 40
+    """Gradient steps for each start at each place."""
     restarts: int = 2
+    """Starts at each place: the image's own pixels, then noise."""
     places: int = 4
+    """Places of the patch that are tried on each image."""
+    place_search: PlaceSearch = "gradient"
+    """Where to put it: where the input gradient is largest, evenly, or everywhere (then `places` does not matter)."""
     step_size: float = 0.1
-    search: PlaceSearch = "gradient"
+    """Largest change of a pixel in one step; falls linearly to zero over the steps."""
+    only_certified: bool = False
+    """Attack the defence on certified images alone: all effort goes to disproving the certificate."""
+    seed: int = 0
+    """For the noise that patches start from."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "places"):
             if getattr(self, name) < 1:
-                raise InputError(f"an attack needs at least 1 of its {name}, not {getattr(self, name)}")
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.step_size <= 1:
-            raise InputError(f"the step size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
-        require_one_of("the search for places", self.search, get_args(PlaceSearch))
+            raise InputError(f"step_size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
+        require_one_of("place_search", self.place_search, get_args(PlaceSearch))
+        require_one_of("target", self.target, get_args(AttackTarget))
+        if self.only_certified and self.target == "undefended":
+            raise InputError("only_certified is about the defence, and target `undefended` leaves it alone; drop one")
+
+
+@dataclass(frozen=True)
+class Misclassify(Objective):
+    """F(x′) ≠ y: the undefended classifier, seen without masks."""
+
+    kind: Literal["cross-entropy", "margin"] = "cross-entropy"
+
+    def views(self, image_size: Size, device: torch.device) -> Views:
+        return Views.of(image_size, device)
+
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        view = torch.full((len(places), 1), clean.views.whole, device=places.device)
+        return Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
+
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        if self.kind == "margin":
+            return -label_margin(logits, labels)[:, 0]
+        return functional.cross_entropy(logits[:, 0], labels, reduction="none")
 
 
 class GradientAttack(Attack):
     """Climb an objective's loss at the most promising places; the target's own answer says when an image is broken.
 
-    `masks` are those of the defence, which the attacker knows; an objective about the classifier alone needs none.
+    `place` fixes where the patch goes; otherwise the plan says how places are found.
     """
 
     def __init__(
         self,
-        classifier: Classifier,
+        evaluator: Evaluator,
         target: Target,
         threat: PatchThreat,
         objective: Objective,
         *,
-        masks: MaskSet | None = None,
         plan: AttackPlan | None = None,
-        engine: Engine | None = None,
+        place: Rect | None = None,
     ) -> None:
         super().__init__(target, threat)
-        if objective.needs_masks and masks is None:
-            raise InputError(f"{type(objective).__name__} looks through masks; give the defence's mask set")
-        self.classifier, self.objective = classifier, objective
-        self.masks = masks if objective.needs_masks else None
-        self.plan, self.engine = plan or AttackPlan(), engine or Engine()
+        self.evaluator, self.objective = evaluator, objective
+        self.plan, self.place = plan or AttackPlan(), place
 
     def search(
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
-        views = Views.of(self.masks, self.threat.image_size, images.device)
-        lens = Lens(self.classifier, views, self.engine, whole_parts=images.is_cuda or self.engine.compile)
-        every = torch.arange(len(lens.views.first), device=images.device)
-        scene = Scene(lens.views, labels, lens.logits(images, every))
-        places = self.places(lens, scene, images)
+        views = self.objective.views(self.threat.image_size, images.device)
+        every = torch.arange(len(views.first), device=images.device)
+        clean = CleanAnswers(views, labels, self.evaluator.logits(images, views, every))
+        places = self.places(clean, images)
         best = _Best.start(images, places[:, 0], passes=len(every))
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
             rows = torch.nonzero(~best.broken)[:, 0]
             if len(rows):
-                self._climb(lens, scene[rows], self._start(images, rows, group[rows], generators), best)
+                self._climb(clean[rows], self._start(images, rows, group[rows], generators), best)
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
-    def places(self, lens: Lens, scene: Scene, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r 4"]:
+    def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r 4"]:
         """The places to try on each image, best first."""
-        if self.plan.search == "exhaustive":
-            return all_places(self.threat).to(images.device).expand(len(images), -1, -1)
-        if self.plan.search == "grid":
-            return grid_places(self.threat, self.plan.places).to(images.device).expand(len(images), -1, -1)
-        every = all_places(self.threat).to(images.device)
-        mass = mass_inside(self._saliency(lens, scene, images), every)
+        count, device = len(images), images.device
+        if self.place is not None:
+            at = (self.place.top, self.place.left, self.place.height, self.place.width)
+            return torch.tensor([[at]], device=device).expand(count, -1, -1)
+        if self.plan.place_search == "grid":
+            return grid_places(self.threat, self.plan.places).to(device).expand(count, -1, -1)
+        every = all_places(self.threat).to(device)
+        if self.plan.place_search == "exhaustive":
+            return every.expand(count, -1, -1)
+        mass = mass_inside(self._saliency(clean, images), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
-        if self.masks is not None:
-            score = score + 2 * self.objective.promising(scene, hidden_by(every, self.masks))
+        promising = self.objective.promising(clean, hidden_by(every, clean.views.masks))
+        if promising is not None:
+            score = score + 2 * promising
         return every[best_places(score, every, self.plan.places)]
 
-    def _saliency(self, lens: Lens, scene: Scene, images: Tensor) -> Float[Tensor, "b h w"]:
-        """Σ_c |∂ cross-entropy / ∂x|, over the first round of a defence, or the whole image."""
-        whole = torch.tensor([lens.views.whole], device=images.device)
-        view = (whole if self.masks is None else lens.views.one_mask).expand(len(images), -1)
-        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), scene.labels)
-        return lens.gradient(images, scene.labels, aim, _cross_entropy)[1].abs().sum(dim=1)
+    def _saliency(self, clean: CleanAnswers, images: Tensor) -> Float[Tensor, "b h w"]:
+        """Σ_c |∂ cross-entropy / ∂x|, over the objective's salient views."""
+        view = self.objective.salient_views(clean.views).expand(len(images), -1)
+        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
+        found = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
+        return found[1].abs().sum(dim=1)
 
     def _start(
         self, images: Tensor, rows: Int64[Tensor, " s"], places: Int64[Tensor, "s g 4"], generators: Sequence[Any]
@@ -129,17 +169,18 @@ class GradientAttack(Attack):
         started = torch.where(within, start, images[owner])
         return _Candidates(owner, local, place, attempt, within, started, torch.zeros_like(started))
 
-    def _climb(self, lens: Lens, scene: Scene, candidates: _Candidates, best: _Best) -> None:
+    def _climb(self, clean: CleanAnswers, candidates: _Candidates, best: _Best) -> None:
         """All steps for one group of places; what breaks is taken out at the next look."""
-        aim = self.objective.aim(scene[candidates.local], candidates.place, candidates.attempt)
+        aim = self.objective.aim(clean[candidates.local], candidates.place, candidates.attempt)
         looks = {-(-self.plan.steps * look // LOOKS) for look in range(1, LOOKS + 1)}
         for step in range(self.plan.steps):
-            labels = scene.labels[candidates.local]
-            value, gradient = lens.gradient(candidates.images, labels, aim, self.objective.loss)
+            labels = clean.labels[candidates.local]
+            value, gradient = self.evaluator.gradient(candidates.images, labels, clean.views, aim, self.objective.loss)
             best.passes.index_add_(0, candidates.owner, aim.passes)
             candidates.step(gradient, self.plan.step_size * (1 - step / self.plan.steps))
             if step + 1 in looks:
-                best.judge(candidates, value, self.target.predict(candidates.images) != labels)
+                answer = self.target.predict(candidates.images)
+                best.judge(candidates, value, wrong_answers(self.target, answer, labels))
                 left = torch.nonzero(~best.broken[candidates.owner])[:, 0]
                 candidates, aim = candidates[left], aim[left]
                 if not len(left):
@@ -148,7 +189,7 @@ class GradientAttack(Attack):
 
 @dataclass
 class _Candidates:
-    """Patches in the making: candidate j is on image `owner[j]`, row `local[j]` of the scene."""
+    """Patches being optimised: candidate j is on image `owner[j]`, row `local[j]` of the clean answers."""
 
     owner: Int64[Tensor, " j"]
     local: Int64[Tensor, " j"]

@@ -2,80 +2,100 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter, default_name_transform
 from cyclopts.config import Dict
 from rich.markup import escape
 
-from patchproof import __version__
-from patchproof.cli._terminal import Console
-from patchproof.cli.attack import attack
+from patchproof.cli import _runs
+from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, with_defense
+from patchproof.cli._show import Console
+from patchproof.cli._sources import find_flag, in_flags, known_settings, read_config_file
 from patchproof.cli.bench import bench
-from patchproof.cli.certify import certify
 from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
 from patchproof.cli.explore import explore
 from patchproof.cli.ls import ls
-from patchproof.cli.predict import predict
 from patchproof.cli.report import report
-from patchproof.cli.train import train
-from patchproof.config import (
-    AttackConfig,
-    BenchConfig,
-    CertifyConfig,
-    DemoConfig,
-    ExploreConfig,
-    PredictConfig,
-    ReportConfig,
-    TrainConfig,
-    find_flag,
-    read_config_file,
-)
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
+from patchproof.version import __version__
 
-CONFIGS: dict[str, type[Any]] = {
-    "certify": CertifyConfig,
-    "predict": PredictConfig,
-    "attack": AttackConfig,
-    "demo": DemoConfig,
-    "train": TrainConfig,
-    "bench": BenchConfig,
-    "report": ReportConfig,
-    "explore": ExploreConfig,
-}
+COMMANDS: tuple[Callable[..., int], ...] = (
+    demo,
+    _runs.train,
+    _runs.certify,
+    _runs.attack,
+    _runs.predict,
+    report,
+    explore,
+    bench,
+    ls,
+    doctor,
+)
 
 
-def build_app() -> App:
+def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
+    """The commands; `kinds` are the settings that each takes, with the options of the defence chosen or the default."""
     app = App(
         name="patchproof",
         version=__version__,
         suppress_keyboard_interrupt=False,
         help="Make image classifiers provably resistant to adversarial patches, and measure the proof.",
+        default_parameter=Parameter(
+            negative=(), name_transform=lambda name: FLAGS.get(name) or default_name_transform(name)
+        ),
     )
-    for command in (demo, train, certify, attack, predict, report, explore, bench, ls, doctor):
-        app.command(command)
+    for command in COMMANDS:
+        kind: Any = kinds.get(command.__name__)
+        if kinds is SETTINGS and hasattr(kind, "defense"):
+            kind = with_defense(kind, kind.defense)
+        app.command(command if kind is None else taking(command, kind), name=command.__name__)
     return app
+
+
+def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
+    """The command with its settings as flags; what comes before them are its arguments."""
+    *arguments, _ = inspect.signature(command).parameters.values()
+    hints = typing.get_type_hints(command)
+    flags: Any = Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
+    kind.__init__.__annotations__ = typing.get_type_hints(kind)  # fields come from modules with names of their own
+
+    default = kind()
+
+    def call(*values: Any, settings: Any = default) -> int:
+        return command(*values, settings)
+
+    places = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY, annotation=hints[p.name]) for p in arguments]
+    last = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=flags)
+    call.__signature__ = inspect.Signature([*places, last])  # type: ignore[attr-defined]
+    call.__annotations__ = {**{p.name: hints[p.name] for p in arguments}, "settings": flags}
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    return call
 
 
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage."""
+    kind: type[Any] | None = None
     try:
-        return _call(list(tokens)) or 0
+        kind, layers = _layers(list(tokens))
+        return _call(list(tokens), kind, layers) or 0
     except CycloptsError as error:
         return _complain(str(error), code=2)
     except PatchproofError as error:
-        return _complain(str(error), code=2 if isinstance(error, InputError) else 1)
+        return _complain(in_flags(str(error), kind), code=2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             return 1  # one of several processes: the main one speaks
@@ -92,9 +112,9 @@ def run(tokens: Sequence[str]) -> int:
         )
 
 
-def _call(tokens: list[str]) -> int | None:
-    app = build_app()
-    app.config = tuple(_layers(tokens))
+def _call(tokens: list[str], kind: type[Any] | None, layers: Sequence[Dict]) -> int | None:
+    app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})
+    app.config = tuple(layers)
     try:
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except Exception as error:
@@ -104,17 +124,22 @@ def _call(tokens: list[str]) -> int | None:
     return result if isinstance(result, int) else None
 
 
-def _layers(tokens: list[str]) -> Iterator[Dict]:
-    """What stands below the flags: the file of --config, and below that the recipe."""
-    kind = CONFIGS.get(tokens[0]) if tokens else None
+def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
+    """The command's settings, with the options of the defence chosen, and what comes below its flags: the file of
+    --config, and below that the recipe."""
+    kind: Any = SETTINGS.get(tokens[0]) if tokens else None
     if kind is None:
-        return
+        return None, []
     path = find_flag(tokens, "--config")
-    values = read_config_file(Path(path), kind) if path is not None else {}
-    yield Dict(values, use_commands_as_keys=False, source=str(path))
+    values = {} if path is None else read_config_file(Path(path))
+    if hasattr(kind, "defense"):
+        kind = with_defense(kind, find_flag(tokens, "--defense") or str(values.get("defense") or kind.defense))
+    layers = [Dict(known_settings(values, kind, Path(path)), use_commands_as_keys=False, source=path)] if path else []
     recipe = find_flag(tokens, "--recipe") or values.get("recipe")
-    if recipe and kind is TrainConfig:
-        yield Dict(find_recipe(str(recipe)).settings(), use_commands_as_keys=False, source=f"recipe {recipe}")
+    if recipe and kind is TrainSettings:
+        settings = find_recipe(str(recipe)).settings()
+        layers.append(Dict(settings, use_commands_as_keys=False, source=f"recipe {recipe}"))
+    return kind, layers
 
 
 def _complain(message: str, *, code: int) -> int:

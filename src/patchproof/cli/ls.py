@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
 
-from patchproof.cli._show import interval_text, percent
-from patchproof.cli._terminal import Console
+from patchproof.cli._settings import FLAGS
+from patchproof.cli._show import Console, interval_text, percent, two_columns
 from patchproof.data import DATASETS
+from patchproof.defenses import DEFENSES
 from patchproof.models import list_models
-from patchproof.recipes import Recipe, matching_recipes
-from patchproof.records import ACCURACIES, Rate, RunFolder, read_json
+from patchproof.recipes import matching_recipes
+from patchproof.runs import ACCURACIES, StoredTraining, read_run
 from patchproof.training import STRATEGIES
-from patchproof.types import CheckError, InputError
+from patchproof.types import InputError, PatchproofError
 
 DATASET_WORDS = {
     "imagenet": "1,000 classes, 50,000 validation images; <data-dir>/imagenet/val/<wnid>/*.JPEG",
@@ -28,8 +29,11 @@ DATASET_WORDS = {
 }
 
 
-def ls(what: Literal["models", "datasets", "strategies", "recipes", "runs"] = "runs", pattern: str = "", /) -> int:
-    """List models, data sets, masking strategies, the paper's recipes, or the runs below a folder.
+What = Literal["models", "datasets", "defenses", "strategies", "recipes", "runs"]
+
+
+def ls(what: What = "runs", pattern: str = "", /) -> int:
+    """List models, data sets, defences, masking strategies, the paper's recipes, or the runs below a folder.
 
     Parameters
     ----------
@@ -40,11 +44,22 @@ def ls(what: Literal["models", "datasets", "strategies", "recipes", "runs"] = "r
     """
     console = Console()
     if what == "models":
-        _list_models(console, pattern)
+        names = list_models(pattern)
+        if not names:
+            raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
+        for name in names:
+            console.print(name, highlight=False)
     elif what == "datasets":
-        console.print(_two_columns("data set", {name: DATASET_WORDS[name] for name in DATASETS}))
+        console.print(two_columns("data set", {name: DATASET_WORDS[name] for name in DATASETS}))
+    elif what == "defenses":
+        rows = {
+            name: f"{entry.words}; {entry.kind.guarantee}; flags: "
+            + ", ".join("--" + FLAGS.get(f.name, f.name) for f in fields(entry.options))
+            for name, entry in DEFENSES.items()
+        }
+        console.print(two_columns("defence", rows))
     elif what == "strategies":
-        console.print(_two_columns("strategy", {n: e.words for n, e in STRATEGIES.items()}))
+        console.print(two_columns("strategy", {n: e.words for n, e in STRATEGIES.items()}))
     elif what == "recipes":
         console.print(recipes_table(pattern))
     else:
@@ -52,16 +67,8 @@ def ls(what: Literal["models", "datasets", "strategies", "recipes", "runs"] = "r
     return 0
 
 
-def _list_models(console: Console, pattern: str) -> None:
-    names = list_models(pattern)
-    if not names:
-        raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
-    for name in names:
-        console.print(name, highlight=False)
-
-
 def recipes_table(pattern: str) -> Table:
-    """One row a recipe, with the certified accuracies that the paper reports for it."""
+    """One row per recipe, with the certified accuracies that the paper reports for it."""
     table = Table(header_style="bold", caption="certified accuracy in the paper, in %: 3×3 masks / 6×6 masks")
     for name in ("recipe", "tables", "patch: 3×3 / 6×6"):
         table.add_column(name, overflow="fold")
@@ -70,61 +77,42 @@ def recipes_table(pattern: str) -> Table:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
     for recipe in found:
         tables = ", ".join(sorted({e.table for e in recipe.expectations}))
-        table.add_row(recipe.name, tables, _expected_words(recipe))
+        cells = {(e.patch, e.masks): e.certified for e in recipe.expectations}
+        patches = dict.fromkeys(e.patch for e in recipe.expectations)
+        words = "   ".join(f"{p}: {cells.get((p, 3), '-')} / {cells.get((p, 6), '-')}" for p in patches)
+        table.add_row(recipe.name, tables, words)
     return table
-
-
-def _expected_words(recipe: Recipe) -> str:
-    cells = {(e.patch, e.masks): e.certified for e in recipe.expectations}
-    patches = dict.fromkeys(e.patch for e in recipe.expectations)
-    return "   ".join(f"{p}: {cells.get((p, 3), '-')} / {cells.get((p, 6), '-')}" for p in patches)
-
-
-def _two_columns(title: str, rows: dict[str, str]) -> Table:
-    table = Table(header_style="bold")
-    table.add_column(title)
-    table.add_column("what it is")
-    for name, words in rows.items():
-        table.add_row(name, escape(words))
-    return table
-
-
-def run_folders(root: Path) -> Iterator[Path]:
-    if not root.is_dir():
-        raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
-    yield from sorted(path.parent for path in root.rglob("manifest.json"))
 
 
 def runs_table(root: Path) -> Table:
-    """One row a run: its three accuracies and whether they cover the whole data set."""
+    """One row per run: its three accuracies, counted from its records, and whether they cover the whole data set."""
+    if not root.is_dir():
+        raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
     table = Table(header_style="bold")
     for name in ("run", "n", *ACCURACIES, "95% interval", "status"):
         table.add_column(name, justify="left" if name in ("run", "status") else "right", overflow="fold")
-    for folder in run_folders(root):
+    for folder in sorted(path.parent for path in root.rglob("manifest.json")):
         table.add_row(escape(str(folder.relative_to(root))), *_run_row(folder))
     return table
 
 
 def _run_row(folder: Path) -> list[str]:
     try:
-        manifest, results = read_json(folder / "manifest.json"), RunFolder(folder).results()
-        if manifest["command"] == "train":
-            return _training_row(results)
-        if results is None:
-            done = len(RunFolder(folder).records(repair=False))
-            return [str(done), "", "", "", "", f"stopped; {done} done of {manifest['identity']['images']}"]
-        found = {name: Rate(results[name]["k"], results[name]["n"]) for name in ACCURACIES}
-    except (CheckError, KeyError, TypeError) as error:
+        run = read_run(folder)
+    except PatchproofError as error:
         return ["", "", "", "", "", f"damaged: {escape(str(error))}"]
-    rates = [percent(found[name].rate) for name in ACCURACIES]
-    return [str(found["certified"].n), *rates, interval_text(found["certified"]), results["status"]]
-
-
-def _training_row(results: dict[str, Any] | None) -> list[str]:
-    """Validation at the best epoch; training has no defended accuracy."""
-    if results is None:
-        return ["", "", "", "", "", "training stopped"]
-    best = results["best"]
-    certified = Rate(best["certified"]["k"], best["certified"]["n"])
-    undefended = percent(best["undefended"]["rate"])
-    return [str(certified.n), undefended, "", percent(certified.rate), interval_text(certified), "trained (validation)"]
+    if isinstance(run, StoredTraining):
+        best = run.best
+        if best is None:
+            return ["", "", "", "", "", "training stopped"]
+        rates = percent(best.undefended.rate), "", percent(best.certified.rate)
+        return [str(best.certified.n), *rates, interval_text(best.certified), "trained (validation)"]
+    counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
+    planned = run.planned or len(run.records)
+    status = "complete" if len(run.good) == run.available else "partial"
+    if len(run.records) < planned:
+        status = f"stopped; {len(run.records)} of {planned} done"
+    if run.guarantee != "recovery":
+        status += f", {run.guarantee}"
+    certified = run.rates["certified"]
+    return [str(certified.n), *counted, interval_text(certified) if certified.n else "", status]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.markup import escape
 
-from patchproof.cli._terminal import Console
-from patchproof.config import ReportConfig
+from patchproof.cli._settings import ReportSettings
+from patchproof.cli._show import Console
 
 
-def report(runs: list[Path], /, *, config: Annotated[ReportConfig, Parameter(name="*")] = ReportConfig()) -> int:
+def report(runs: list[Path], settings: ReportSettings) -> int:
     """Show one run in depth or several side by side: an HTML page without network, SVG and PNG, tables.
 
     Parameters
@@ -25,9 +23,11 @@ def report(runs: list[Path], /, *, config: Annotated[ReportConfig, Parameter(nam
     from patchproof.report import Options, build_report, notice_groups
 
     console = Console()
-    options = Options(title=config.title, dataset=config.dataset, data_dir=config.data_dir, images=config.images)
+    options = Options(
+        title=settings.title, dataset=settings.dataset, data_dir=settings.data_dir, images=settings.images
+    )
     made = build_report(runs, options)
-    page = made.write(config.output or default_output(runs))
+    page = made.write(settings.output or default_output(runs))
     for names, texts in notice_groups(made.notices).items():
         about = f"{names}: " if names else ""
         for text in texts:

@@ -1,13 +1,13 @@
-"""Images and labels: where they lie, how a file becomes RGB pixels, and how pixels become batches."""
+"""Images and labels: where they are, how a file becomes RGB pixels, and how pixels become batches."""
 
 from __future__ import annotations
 
 from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
-from patchproof.data._folders import EXTENSIONS
+from patchproof.data._folders import EXTENSIONS, open_class_folders
 from patchproof.data._loading import BadImage, Batch, evenly_spread, iterate_batches, load_groups, spread_indices
 from patchproof.data._named import DATASETS, DEFAULT_DATA_DIR, open_dataset
 from patchproof.data._preprocess import default_preprocessing, preprocess
-from patchproof.data._sources import ArraySource, FolderSource, ImageSource
+from patchproof.data._sources import ArraySource, FolderSource, ImageSource, SequenceSource, as_source
 
 __all__ = [
     "DATASETS",
@@ -20,11 +20,14 @@ __all__ = [
     "Batch",
     "FolderSource",
     "ImageSource",
+    "SequenceSource",
+    "as_source",
     "decode",
     "default_preprocessing",
     "evenly_spread",
     "iterate_batches",
     "load_groups",
+    "open_class_folders",
     "open_dataset",
     "preprocess",
     "spread_indices",

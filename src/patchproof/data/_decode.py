@@ -25,19 +25,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What may be decoded, whatever a file's name says. Pillow knows more formats; its EPS reader starts other programs."""
 
 # Pillow's readers raise whatever their parser trips over in a damaged file.
-_FAILURES = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    EOFError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
+_FAILURES: tuple[type[Exception], ...] = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError)
+_FAILURES += (EOFError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
 class BadImageError(CheckError):
@@ -50,9 +39,7 @@ class BadImageError(CheckError):
 
     def __str__(self) -> str:
         # repr: a name may hold line breaks or bytes that are not text, the message stays one printable line
-        return (
-            f"cannot use image {self.path!r}: {self.reason}; repair or remove the file, or skip bad images (--skip-bad)"
-        )
+        return f"cannot use image {self.path!r}: {self.reason}; repair or remove it, or pass skip_bad=True"
 
 
 def decode(file: File) -> Image.Image:
@@ -62,47 +49,53 @@ def decode(file: File) -> Image.Image:
     without a colour profile. The EXIF orientation is not applied, as in torchvision's and timm's pipelines.
     """
     with _opened(file) as image:
-        image.load()
-        return _to_rgb(image)
+        return to_rgb(image)
 
 
-def header_size(file: File) -> Size:
-    """(height, width) from the header alone."""
-    with _opened(file) as image:
-        return image.height, image.width
+def header_size(file: File) -> Size | None:
+    """(height, width) from the header alone; None where it cannot be read."""
+    try:
+        with _opened(file) as image:
+            return image.height, image.width
+    except BadImageError:
+        return None
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Inside, every failure of Pillow is a BadImageError about `path`."""
+    try:
+        yield
+    except BadImageError:
+        raise
+    except _FAILURES as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, Image.DecompressionBombError):
+            reason = f"it has more than the {MAX_PIXELS:,} pixels allowed, so it may be a decompression bomb"
+        elif isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        raise BadImageError(path, reason) from error
 
 
 @contextmanager
 def _opened(file: File) -> Iterator[Image.Image]:
-    try:
-        with Image.open(file, formats=FORMATS) as image:
+    name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else "<stream>"
+    with reading(name):
+        try:
+            image = Image.open(file, formats=FORMATS)
+        except UnidentifiedImageError as error:
+            known = f"not an image, or its header is damaged (known formats: {', '.join(FORMATS)})"
+            empty = name != "<stream>" and Path(name).stat().st_size == 0
+            raise BadImageError(name, "the file is empty" if empty else known) from error
+        with image:
             if image.width * image.height > MAX_PIXELS:
                 raise Image.DecompressionBombError
             yield image
-    except _FAILURES as error:
-        raise BadImageError(_name(file), _reason(error, file)) from error
 
 
-def _name(file: File) -> str:
-    return os.fspath(file) if isinstance(file, (str, os.PathLike)) else str(getattr(file, "name", "<stream>"))
-
-
-def _reason(error: Exception, file: File) -> str:
-    if isinstance(error, Image.DecompressionBombError):
-        return f"it has more than the {MAX_PIXELS:,} pixels allowed, so it may be a decompression bomb"
-    if isinstance(error, UnidentifiedImageError):
-        known = f"not an image, or its header is damaged (known formats: {', '.join(FORMATS)})"
-        return "the file is empty" if _is_empty(file) else known
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _is_empty(file: File) -> bool:
-    return isinstance(file, (str, os.PathLike)) and Path(file).stat().st_size == 0
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """As `decode` says, of an image of any mode."""
+    image.load()
     if image.mode == "F":
         return Image.fromarray(_levels_of_float(np.asarray(image))).convert("RGB")
     if image.mode.startswith("I"):

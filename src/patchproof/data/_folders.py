@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from patchproof.data._sources import FolderSource, path_bytes, size_or_none
+from patchproof.data._decode import header_size
+from patchproof.data._sources import LOW_RESOLUTION_BELOW, FolderSource, path_bytes
 from patchproof.types import InputError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-LOW_RESOLUTION_BELOW = 64
-"""A folder whose first readable image is smaller than this on both sides is a low-resolution set."""
 
 _FolderId = tuple[int, int]
 
@@ -24,36 +23,33 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
     class_names = class_folders(root)
     if not class_names:
         raise InputError(f"no class folders in {str(root)!r}: expected one sub-folder per class, e.g. cat/1.jpg")
-    inside = [_images_of_class(root, class_name) for class_name in class_names]
+    inside = [sorted(_images(root, class_name), key=path_bytes) for class_name in class_names]
+    for class_name, images in zip(class_names, inside, strict=True):
+        if not images:
+            raise InputError(
+                f"class folder {str(root / class_name)!r} holds no images ({' '.join(EXTENSIONS)}); "
+                "add some or remove the folder"
+            )
     paths = tuple(path for images in inside for path in images)
     labels = tuple(label for label, images in enumerate(inside) for _ in images)
     if low_resolution is None:
-        low_resolution = _is_low_resolution(root, paths)
+        sizes = (header_size(root / path) for path in paths)
+        first = next((size for size in sizes if size is not None), None)
+        low_resolution = first is not None and max(first) < LOW_RESOLUTION_BELOW
     return FolderSource(root, name, split, class_names, labels, paths, low_resolution)
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
     above = _ids_from_root_up(root)
-    names = [e.name for e in _visible(root) if _is_folder(e) and _folder_id(Path(e.path)) not in above]
-    return tuple(sorted(names, key=path_bytes))
+    return tuple(e.name for e in _visible(root) if _is_folder(e) and _folder_id(Path(e.path)) not in above)
 
 
 def has_class_folders(folder: Path) -> bool:
     return folder.is_dir() and bool(class_folders(folder))
 
 
-def _images_of_class(root: Path, class_name: str) -> list[str]:
-    images = sorted(_walk(root, class_name), key=path_bytes)
-    if not images:
-        raise InputError(
-            f"class folder {str(root / class_name)!r} holds no images ({' '.join(EXTENSIONS)}); "
-            "add some or remove the folder"
-        )
-    return images
-
-
-def _walk(root: Path, class_name: str) -> Iterator[str]:
+def _images(root: Path, class_name: str) -> Iterator[str]:
     """Each real folder once, so that links that form a loop end, and none that leads out of the class upwards."""
     seen = _ids_from_root_up(root)
     pending = [class_name]
@@ -66,7 +62,7 @@ def _walk(root: Path, class_name: str) -> Iterator[str]:
         for entry in _visible(root / inside):
             if _is_folder(entry):
                 pending.append(f"{inside}/{entry.name}")
-            elif entry.name.lower().endswith(EXTENSIONS) and _is_image_file(entry):
+            elif entry.name.lower().endswith(EXTENSIONS) and _is_file(entry):
                 yield f"{inside}/{entry.name}"
 
 
@@ -82,7 +78,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
-def _is_image_file(entry: os.DirEntry[str]) -> bool:
+def _is_file(entry: os.DirEntry[str]) -> bool:
     """A file, or a link to nothing, which is reported as a bad image later. Pipes and devices are not read."""
     if not entry.is_symlink():
         return entry.is_file()
@@ -97,9 +93,3 @@ def _folder_id(folder: Path) -> _FolderId:
 def _ids_from_root_up(root: Path) -> set[_FolderId]:
     real = root.resolve()
     return {_folder_id(folder) for folder in (real, *real.parents)}
-
-
-def _is_low_resolution(root: Path, paths: tuple[str, ...]) -> bool:
-    sizes = (size_or_none(root / path) for path in paths)
-    first = next((size for size in sizes if size is not None), None)
-    return first is not None and max(first) < LOW_RESOLUTION_BELOW

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from patchproof.data._decode import BadImageError
-from patchproof.data._preprocess import preprocess
+from patchproof.data._preprocess import output_size, preprocess
 from patchproof.data._sources import ImageSource
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import InputError, Preprocessing
 
 BATCHES_AHEAD = 2
-_Pending = list[tuple[int, "Future[Tensor]"]]
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,13 @@ class BadImage:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`images[i]` is the image `indices[i]` of the source; `bad` ones are in none of the three."""
+    """`images[i]` is the image `indices[i]` of the source; `bad` ones are in none of the three.
+
+    Bytes, or floats in [0, 1] where the source's images are float tensors.
+    """
 
     indices: list[int]
-    images: UInt8[Tensor, "b 3 h w"]
+    images: UInt8[Tensor, "b 3 h w"] | Float32[Tensor, "b c h w"]
     labels: Int64[Tensor, " b"]
     bad: list[BadImage]
 
@@ -46,7 +48,7 @@ def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
     A class of a sorted listing is seen whenever it has at least n/limit of n images.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"the limit on the number of images must be at least 1, not {limit}; leave it out to use all")
+        raise InputError(f"limit, the number of images, must be at least 1, not {limit}; leave it out to use all")
     return list(evenly_spread(len(source) if limit is None else limit, len(source)))
 
 
@@ -92,78 +94,62 @@ def load_groups(
     """
     if workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}")
-    return _batches(source, preprocessing, groups, workers=workers, skip_bad=skip_bad, ahead=ahead, kept=kept)
 
-
-def _batches(
-    source: ImageSource,
-    preprocessing: Preprocessing,
-    groups: Iterable[Sequence[int]],
-    *,
-    workers: int,
-    skip_bad: bool,
-    ahead: int,
-    kept: dict[int, Tensor] | None,
-) -> Iterator[Batch]:
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-    queue: deque[_Pending] = deque()
-    try:
-        for group in groups:
-            queue.append([(index, pool.submit(_load, source, preprocessing, index, kept)) for index in group])
-            if len(queue) > ahead:
-                yield _collect(source, preprocessing, queue.popleft(), skip_bad=skip_bad)
-        while queue:
-            yield _collect(source, preprocessing, queue.popleft(), skip_bad=skip_bad)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _load(
-    source: ImageSource, preprocessing: Preprocessing, index: int, kept: dict[int, Tensor] | None
-) -> UInt8[Tensor, "3 h w"]:
-    if kept is not None and index in kept:
-        return kept[index]
-    image = source.load(index)
-    try:
-        pixels = preprocess(image, preprocessing)
-    except InputError as error:  # e.g. smaller than the crop: the other images of the set may be fine
-        raise BadImageError(source.path(index), str(error)) from error
-    if kept is not None:
-        kept[index] = pixels
-    return pixels
-
-
-def _collect(source: ImageSource, preprocessing: Preprocessing, pending: _Pending, *, skip_bad: bool) -> Batch:
-    indices: list[int] = []
-    images: list[Tensor] = []
-    bad: list[BadImage] = []
-    for index, future in pending:
+    def load(index: int) -> Tensor:
+        if kept is not None and index in kept:
+            return kept[index]
+        image = source.load(index)
         try:
-            images.append(future.result())
-            indices.append(index)
-        except BadImageError as error:
-            if not skip_bad:
+            pixels = preprocess(image, preprocessing)
+        except InputError as error:
+            if isinstance(image, Tensor):
                 raise
-            bad.append(BadImage(index, source.path(index), error.reason))
-    labels = torch.tensor([source.labels[index] for index in indices], dtype=torch.int64)
-    return Batch(indices, _stack(images, preprocessing), labels, bad)
+            # e.g. smaller than the crop: the other images of the set may be fine
+            raise BadImageError(source.path(index), str(error)) from error
+        if kept is not None:
+            kept[index] = pixels
+        return pixels
+
+    def collect(pending: list[tuple[int, Future[Tensor]]]) -> Batch:
+        indices: list[int] = []
+        images: list[Tensor] = []
+        bad: list[BadImage] = []
+        for index, future in pending:
+            try:
+                images.append(future.result())
+                indices.append(index)
+            except BadImageError as error:
+                if not skip_bad:
+                    raise
+                bad.append(BadImage(index, source.path(index), error.reason))
+        labels = torch.tensor([source.labels[index] for index in indices], dtype=torch.int64)
+        return Batch(indices, _stack(images, preprocessing), labels, bad)
+
+    def batches() -> Iterator[Batch]:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
+        queue: deque[list[tuple[int, Future[Tensor]]]] = deque()
+        try:
+            for group in groups:
+                queue.append([(index, pool.submit(load, index)) for index in group])
+                if len(queue) > ahead:
+                    yield collect(queue.popleft())
+            while queue:
+                yield collect(queue.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return batches()
 
 
-def _stack(images: list[Tensor], preprocessing: Preprocessing) -> UInt8[Tensor, "b 3 h w"]:
-    sizes = sorted({(image.shape[1], image.shape[2]) for image in images})
-    if len(sizes) > 1:
+def _stack(images: list[Tensor], preprocessing: Preprocessing) -> Tensor:
+    if not images:
+        return torch.empty(0, 3, *(output_size(preprocessing) or (0, 0)), dtype=torch.uint8)
+    kinds = sorted({(tuple(image.shape), str(image.dtype)) for image in images})
+    if len(kinds) > 1:
+        (one, _), (other, _) = kinds[0], kinds[-1]
         raise InputError(
-            f"images of different sizes cannot share a batch: {sizes[0]} and {sizes[-1]} after {preprocessing}; "
+            f"images of different sizes or kinds cannot share a batch: {one} and {other} after {preprocessing}; "
             "give the preprocessing a crop or an exact size, or use batches of 1"
         )
-    if not images:
-        return torch.empty(0, 3, *_fixed_size(preprocessing), dtype=torch.uint8)
-    # Channels last, as each image lies in memory; numpy copies at once where torch would start threads.
+    # Channels last, as each image is in memory; numpy copies at once where torch would start threads.
     return torch.from_numpy(np.stack([image.permute(1, 2, 0).numpy() for image in images])).permute(0, 3, 1, 2)
-
-
-def _fixed_size(preprocessing: Preprocessing) -> Size:
-    """The input size where it does not depend on the image, else (0, 0)."""
-    if preprocessing.crop is not None:
-        return preprocessing.crop
-    return preprocessing.resize if isinstance(preprocessing.resize, tuple) and not preprocessing.cover else (0, 0)

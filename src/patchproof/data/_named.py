@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from tarfile import TarError
 
+import numpy as np
+
 from patchproof.data._folders import class_folders, has_class_folders, open_class_folders
-from patchproof.data._published import (
-    OFFICIAL_SPLITS,
-    download_imagenette,
-    official_file,
-    open_fashion_mini,
-    open_official,
-)
 from patchproof.data._sources import ArraySource, FolderSource, ImageSource
 from patchproof.types import InputError
 
@@ -23,35 +19,32 @@ DEFAULT_DATA_DIR = Path("data")
 _ALIAS = {"val": "test", "test": "val"}
 _USUAL_SPLITS = ("train", "val", "test")
 _TORCHVISION_FAILURES = (OSError, RuntimeError, EOFError, TarError)
+_FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A named set: its evaluation split, and where its class folders may lie under the data folder."""
+    """A named set: where its class folders may be under the data folder; for the small sets, which are published as
+    arrays, their splits and the file or folder that torchvision reads."""
 
-    evaluation: str
     classes: int
     folders: tuple[str, ...]
-    low_resolution: bool
+    published: tuple[str, ...] = ()
+    file: str = ""
 
 
 _KNOWN = {
     "imagenet": _Known(
-        "val",
         1000,
         ("imagenet/{split}", "ILSVRC2012/{split}", "ILSVRC2012_img_{split}", "ILSVRC/Data/CLS-LOC/{split}", "{split}"),
-        low_resolution=False,
     ),
     "imagenette": _Known(
-        "val",
-        10,
-        ("imagenette2/{split}", "imagenette2-320/{split}", "imagenette2-160/{split}", "imagenette/{split}"),
-        low_resolution=False,
+        10, ("imagenette2/{split}", "imagenette2-320/{split}", "imagenette2-160/{split}", "imagenette/{split}")
     ),
-    "cifar10": _Known("test", 10, ("cifar10/{split}",), low_resolution=True),
-    "cifar100": _Known("test", 100, ("cifar100/{split}",), low_resolution=True),
-    "svhn": _Known("test", 10, ("svhn/{split}",), low_resolution=True),
-    "fashion-mini": _Known("test", 10, (), low_resolution=True),
+    "cifar10": _Known(10, ("cifar10/{split}",), ("train", "test"), "cifar-10-batches-py"),
+    "cifar100": _Known(100, ("cifar100/{split}",), ("train", "test"), "cifar-100-python"),
+    "svhn": _Known(10, ("svhn/{split}",), ("train", "test", "extra"), "{split}_32x32.mat"),
+    "fashion-mini": _Known(10, (), ("train", "test")),
 }
 
 DATASETS = tuple(_KNOWN)
@@ -86,103 +79,101 @@ def _open_folder(folder: Path, split: str | None) -> FolderSource:
     existing = [s for s in _USUAL_SPLITS if has_class_folders(folder / s)]
     if existing:
         raise _no_split(repr(str(folder)), split or "val", existing)
-    if split is not None and class_folders(folder):
+    classes = class_folders(folder)
+    if split is not None and classes:
         raise InputError(f"{str(folder)!r} has no split {split!r}: it holds class folders itself; leave the split out")
-    _refuse_folder_of_sets(folder)
+    for inside in classes:  # taken for a class, each data set in `folder` would become one label
+        if any(has_class_folders(folder / inside / split) for split in _USUAL_SPLITS):
+            raise InputError(f"{str(folder)!r} holds data sets, not classes; choose one, e.g. {folder / inside}")
     return open_class_folders(folder, name=name, split="all")
 
 
-def _refuse_folder_of_sets(folder: Path) -> None:
-    """Taken for a class, each data set in `folder` would become one label."""
-    for inside in class_folders(folder):
-        if any(has_class_folders(folder / inside / split) for split in _USUAL_SPLITS):
-            raise InputError(f"{str(folder)!r} holds whole data sets, not classes; choose one, e.g. {folder / inside}")
-
-
 def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool) -> ImageSource:
-    split = split or _KNOWN[name].evaluation
-    if name == "fashion-mini":
-        return open_fashion_mini(_official_split(name, split))
-    official_root = _official_root(name, data_dir)
-    if official_root is not None:
-        return _open_arrays(name, official_root, split, download=download)
-    found: ImageSource | None = _find_folders(name, data_dir, split)
+    """Published arrays where they are there, else class folders, else what can be downloaded."""
+    known = _KNOWN[name]
+    split = split or ("test" if known.published else "val")
+    places = [known.file.format(split=s) for s in known.published]
+    for root in (data_dir, data_dir / name):
+        if name == "fashion-mini" or any((root / place).exists() for place in places):
+            return _open_published(name, root, split, download=download)
+    found = _find_folders(name, data_dir, split)
     if found is None and download:
-        found = _download(name, data_dir, split)
+        if name == "imagenet":
+            raise InputError(
+                "imagenet must be downloaded by hand, after registration at https://image-net.org; "
+                f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or name its folder as data_dir"
+            )
+        if known.published:
+            return _open_published(name, data_dir, split, download=True)
+        from torchvision import datasets
+
+        try:
+            datasets.Imagenette(data_dir, split="val", size="full", download=True)
+        except _TORCHVISION_FAILURES as error:
+            raise _download_failed(name, data_dir, error) from error
+        found = _find_folders(name, data_dir, split)
     if found is None:
-        raise _missing(name, data_dir, split)
+        published = [known.file.format(split=split)] if known.published else []
+        looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
+        fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
+        raise InputError(
+            f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
+            f"data_dir, or {fetch}"
+        )
     return found
 
 
-def _official_root(name: str, data_dir: Path) -> Path | None:
-    """The folder with CIFAR's or SVHN's published files."""
-    files = [official_file(name, split) for split in OFFICIAL_SPLITS.get(name, ())]
-    roots = (data_dir, data_dir / name)
-    return next((root for root in roots if any((root / file).exists() for file in files)), None)
+def _open_published(name: str, root: Path, split: str, *, download: bool) -> ArraySource:
+    """The embedded slice of Fashion-MNIST; or CIFAR and SVHN as torchvision reads them, which checks md5 sums before
+    it unpickles anything."""
+    known = _KNOWN[name]
+    found = next((s for s in _with_alias(split) if s in known.published), None)
+    if found is None:
+        raise _no_split(name, split, known.published)
+    if name == "fashion-mini":
+        with files("patchproof").joinpath("embedded", "fashion_mini.npz").open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            labels, pixels = arrays[f"{found}_labels"], arrays[f"{found}_images"]
+        return ArraySource(name, found, tuple(_FASHION.split(",")), tuple(labels.tolist()), pixels)
+    from torchvision import datasets
 
-
-def _open_arrays(name: str, root: Path, split: str, *, download: bool) -> ArraySource:
-    split = _official_split(name, split)
     try:
-        return open_official(name, root, split, download=download)
+        if name == "svhn":
+            svhn = datasets.SVHN(root, split=found, download=download)
+            pixels = svhn.data.transpose(0, 2, 3, 1)
+            return ArraySource(name, found, tuple("0123456789"), tuple(svhn.labels.tolist()), pixels)
+        kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+        cifar = kind(root, train=found == "train", download=download)
     except _TORCHVISION_FAILURES as error:
         if download:
             raise _download_failed(name, root, error) from error
         raise InputError(
-            f"{name} in {str(root)!r}: {official_file(name, split)} is incomplete or damaged, its md5 sums are wrong; "
-            "pass --download to fetch it again"
+            f"{name} in {str(root)!r}: {known.file.format(split=found)} is incomplete or damaged, its md5 sums are "
+            "wrong; pass download=True to fetch it again"
         ) from error
+    return ArraySource(name, found, tuple(cifar.classes), tuple(cifar.targets), cifar.data)
 
 
 def _find_folders(name: str, data_dir: Path, split: str) -> FolderSource | None:
     known = _KNOWN[name]
-    for template in known.folders:
-        for candidate in _with_alias(split):
-            root = data_dir / template.format(split=candidate)
-            if root.is_dir():
-                source = open_class_folders(root, name=name, split=candidate, low_resolution=known.low_resolution)
-                return _with_all_classes(source, known.classes)
+    for root, candidate in ((data_dir / t.format(split=s), s) for t in known.folders for s in _with_alias(split)):
+        if root.is_dir():
+            found = open_class_folders(root, name=name, split=candidate, low_resolution=bool(known.published))
+            # A label is a class folder's position, so with a folder missing every later label would be wrong.
+            if len(found.class_names) != known.classes:
+                raise InputError(
+                    f"{name} has {known.classes} classes, but {str(root)!r} has {len(found.class_names)} class "
+                    "folders; complete it, or give that folder itself as the dataset to use it as a set of its own"
+                )
+            return found
     existing = [s for s in _USUAL_SPLITS if any((data_dir / t.format(split=s)).is_dir() for t in known.folders)]
     if existing:
         raise _no_split(f"{name} in {str(data_dir)!r}", split, existing)
     return None
 
 
-def _with_all_classes(source: FolderSource, expected: int) -> FolderSource:
-    """A label is a class folder's position, so with a folder missing every later label would be wrong."""
-    if len(source.class_names) != expected:
-        raise InputError(
-            f"{source.name} has {expected} classes, but {str(source.root)!r} has {len(source.class_names)} class "
-            "folders; complete it, or give that folder itself as the dataset to use it as a set of its own"
-        )
-    return source
-
-
-def _download(name: str, data_dir: Path, split: str) -> ImageSource | None:
-    if name == "imagenet":
-        raise InputError(
-            "imagenet must be downloaded by hand, after registration at https://image-net.org; "
-            f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or point --data-dir at it"
-        )
-    if name in OFFICIAL_SPLITS:
-        return _open_arrays(name, data_dir, split, download=True)
-    try:
-        download_imagenette(data_dir)
-    except _TORCHVISION_FAILURES as error:
-        raise _download_failed(name, data_dir, error) from error
-    return _find_folders(name, data_dir, split)
-
-
 def _with_alias(split: str) -> tuple[str, ...]:
     return (split, _ALIAS[split]) if split in _ALIAS else (split,)
-
-
-def _official_split(name: str, split: str) -> str:
-    existing = OFFICIAL_SPLITS[name]
-    for candidate in _with_alias(split):
-        if candidate in existing:
-            return candidate
-    raise _no_split(name, split, existing)
 
 
 def _no_split(where: str, split: str, existing: Sequence[str]) -> InputError:
@@ -193,14 +184,4 @@ def _download_failed(name: str, root: Path, error: Exception) -> InputError:
     reason = " ".join(str(error).split())
     return InputError(
         f"could not download {name} into {str(root)!r}: {reason}; check the network, or put the files there by hand"
-    )
-
-
-def _missing(name: str, data_dir: Path, split: str) -> InputError:
-    official = [official_file(name, split)] if name in OFFICIAL_SPLITS else []
-    places = [*official, *(template.format(split=split) for template in _KNOWN[name].folders)]
-    fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass --download to fetch it"
-    return InputError(
-        f"no {name} images in {str(data_dir)!r}: looked there for {', '.join(places)}; "
-        f"name the folder that holds them with --data-dir, or {fetch}"
     )

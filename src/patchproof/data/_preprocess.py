@@ -6,7 +6,7 @@ from math import floor
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -21,8 +21,10 @@ _PILLOW_FILTERS = {
 }
 
 
-def preprocess(image: Image.Image, preprocessing: Preprocessing) -> UInt8[Tensor, "3 h w"]:
-    """Resize, then crop, as `geometry.placement` says.
+def preprocess(
+    image: Image.Image | Float32[Tensor, "c h w"], preprocessing: Preprocessing
+) -> UInt8[Tensor, "3 h2 w2"] | Float32[Tensor, "c h w"]:
+    """Resize, then crop, as `geometry.placement` says; a float tensor is the network input already.
 
     Pillow resizes where `antialias` is set. Otherwise, and for "nearest", the tables of `geometry` do: torch's kernels,
     with weights whose zeros are exact, so that no pixel outside a native patch's footprint can move. The bicubic
@@ -30,11 +32,41 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing) -> UInt8[Tensor
     stay last, as Pillow has them and networks like them, and nothing here starts torch's threads: many of these run at
     once.
     """
-    place = placement(preprocessing, (image.height, image.width))
-    rows = slice(place.top, place.top + place.size[0])
-    columns = slice(place.left, place.left + place.size[1])
-    pixels = _resize(image, place.resized, preprocessing)[rows, columns]
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    if isinstance(image, Tensor):
+        found, wanted = tuple(image.shape[1:]), output_size(preprocessing)
+        if wanted not in (None, found):
+            raise InputError(
+                f"float tensors must have the input size {wanted}, not {found}; resize them, or give PIL images"
+            )
+        return image
+    native = image.height, image.width
+    place = placement(preprocessing, native)
+    size = place.resized
+    # A sliver such as 1×60000 stays within any file limit but has billions of pixels once its short side is 256.
+    if size[0] * size[1] > MAX_PIXELS:
+        raise InputError(f"resizing makes it {size[0]}×{size[1]}, more than {MAX_PIXELS:,} pixels; crop it first")
+    if native == size:
+        pixels = np.asarray(image)
+    elif preprocessing.interpolation == "nearest":
+        rows, columns = (nearest_sources(*lengths) for lengths in zip(native, size, strict=True))
+        pixels = np.asarray(image)[rows[:, None], columns]
+    elif preprocessing.antialias:
+        pixels = np.asarray(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
+    else:
+        above, across = (
+            resize_weights(*lengths, preprocessing.interpolation) for lengths in zip(native, size, strict=True)
+        )
+        exact = above @ np.asarray(image).transpose(2, 0, 1).astype(np.float64) @ across.T
+        pixels = np.rint(exact).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+    cropped = pixels[place.top : place.top + place.size[0], place.left : place.left + place.size[1]]
+    return torch.from_numpy(cropped.copy()).permute(2, 0, 1)
+
+
+def output_size(preprocessing: Preprocessing) -> Size | None:
+    """The input size where it does not depend on the image."""
+    if preprocessing.crop is not None:
+        return preprocessing.crop
+    return preprocessing.resize if isinstance(preprocessing.resize, tuple) and not preprocessing.cover else None
 
 
 def default_preprocessing(
@@ -44,7 +76,7 @@ def default_preprocessing(
     interpolation: Interpolation = "bicubic",
     crop_pct: float = 0.875,
 ) -> Preprocessing:
-    """Low-resolution images whole to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
+    """Low-resolution images uncropped to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
 
     `source` is an image source, or whether the images are of low resolution. For an oblong input, images cover
     ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋, whatever their own aspect.
@@ -58,29 +90,3 @@ def default_preprocessing(
     if height == width:
         return Preprocessing(height, crop=input_size, interpolation=interpolation)
     return Preprocessing((height, width), crop=input_size, interpolation=interpolation, cover=True)
-
-
-def _resize(image: Image.Image, size: Size, preprocessing: Preprocessing) -> UInt8[np.ndarray, "h w 3"]:
-    _check_pixels(size)
-    if (image.height, image.width) == size:
-        return np.asarray(image)
-    if preprocessing.interpolation == "nearest":
-        rows, columns = (nearest_sources(*lengths) for lengths in zip((image.height, image.width), size, strict=True))
-        return np.asarray(image)[rows[:, None], columns]
-    if preprocessing.antialias:
-        return np.asarray(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
-    return _resize_by_weights(np.asarray(image), size, preprocessing.interpolation)
-
-
-def _resize_by_weights(
-    pixels: UInt8[np.ndarray, "h w 3"], size: Size, interpolation: Interpolation
-) -> UInt8[np.ndarray, "h2 w2 3"]:
-    rows, columns = (resize_weights(*lengths, interpolation) for lengths in zip(pixels.shape[:2], size, strict=True))
-    resized = rows @ pixels.transpose(2, 0, 1).astype(np.float64) @ columns.T
-    return np.rint(resized).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
-
-
-def _check_pixels(size: Size) -> None:
-    """A sliver such as 1×60000 stays within any file limit but has billions of pixels once its short side is 256."""
-    if size[0] * size[1] > MAX_PIXELS:
-        raise InputError(f"resizing makes it {size[0]}×{size[1]}, more than {MAX_PIXELS:,} pixels; crop it first")

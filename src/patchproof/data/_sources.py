@@ -1,26 +1,38 @@
-"""A set of labelled images, from class folders or from arrays in memory."""
+"""A set of labelled images: class folders, arrays in memory, or any sequence of (image, label)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
+from operator import index as as_integer
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt8
+import torch
+from jaxtyping import Float32, UInt8
 from PIL import Image
+from torch import Tensor
 
-from patchproof.data._decode import BadImageError, decode, header_size
-from patchproof.types import Size
+from patchproof.data._decode import BadImageError, decode, header_size, reading, to_rgb
+from patchproof.types import InputError, Size
+
+LOW_RESOLUTION_BELOW = 64
+"""A set whose first readable image is smaller than this on both sides is of low resolution."""
+
+EXPECTED = (
+    "expected a sequence of (image, label), PIL images or float tensors (c h w), e.g. [(Image.open('cat.png'), 0)]"
+)
 
 
 @runtime_checkable
 class ImageSource(Protocol):
     """Labelled images in a fixed order; `labels[i]` is an index into `class_names`.
 
-    `low_resolution` sets (32-pixel ones) are enlarged whole; others are resized and cropped (paper, Section 4.1).
+    `low_resolution` sets (32-pixel ones) are enlarged uncropped; others are resized and cropped (paper, Section 4.1).
     """
 
     @property
@@ -39,14 +51,14 @@ class ImageSource(Protocol):
     def path(self, index: int) -> str:
         """The same name on every machine: a posix path inside the set. Bytes that are not text are surrogates."""
 
-    def load(self, index: int) -> Image.Image:
-        """The image in RGB, or a BadImageError."""
+    def load(self, index: int) -> Image.Image | Tensor:
+        """The image in RGB, or as floats (c h w) in [0, 1] that are used as they are; or a BadImageError."""
 
     def native_sizes(self) -> set[Size]:
         """The distinct (height, width) of the images."""
 
-    def listing_sha256(self) -> str:
-        """A digest of every path, label and file size (folders) or pixel (arrays)."""
+    def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
+        """A digest of every path, label and file size (folders) or pixel; sequences read those at `indices` alone."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +84,16 @@ class FolderSource:
 
     def native_sizes(self) -> set[Size]:
         """From the headers alone; files without a readable one are left out, `load` reports them."""
-        sizes = (size_or_none(self.root / path) for path in self.paths)
+        sizes = (header_size(self.root / path) for path in self.paths)
         return {size for size in sizes if size is not None}
 
-    def listing_sha256(self) -> str:
+    def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256()
         for path, label in zip(self.paths, self.labels, strict=True):
-            digest.update(_line(path, label) + f"{_file_size(self.root / path)}\n".encode())
+            size = None
+            with suppress(OSError):
+                size = (self.root / path).stat().st_size
+            digest.update(_line(path, label) + f"{size}\n".encode())
         return digest.hexdigest()
 
 
@@ -105,19 +120,100 @@ class ArraySource:
     def native_sizes(self) -> set[Size]:
         return {(self.pixels.shape[1], self.pixels.shape[2])}
 
-    def listing_sha256(self) -> str:
+    def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256(f"{self.pixels.shape[1:]}\n".encode())
         for index, label in enumerate(self.labels):
             digest.update(_line(self.path(index), label) + self.pixels[index].tobytes())
         return digest.hexdigest()
 
 
-def size_or_none(file: Path) -> Size | None:
-    """(height, width), None where the header cannot be read."""
-    try:
-        return header_size(file)
-    except BadImageError:
-        return None
+class SequenceSource:
+    """Any sequence of (image, label): PIL images, or float tensors (c h w) in [0, 1] of the network's input size.
+
+    `load` reads an item once and remembers its label; `labels[i]` reads the item only if it was not loaded before, and
+    is −1 where it cannot be read. Items are read from several threads.
+    """
+
+    split = "all"
+
+    def __init__(self, items: Any, *, name: str = "images", class_names: Sequence[str] = ()) -> None:
+        if not len(items):
+            raise InputError(f"there are no images in {name}; {EXPECTED}")
+        self.items, self.name, self.class_names = items, name, tuple(class_names)
+        self.labels: Sequence[int] = _Labels(self)
+        self.known_labels: dict[int, int] = {}
+        with suppress(BadImageError):
+            self.load(0)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @cached_property
+    def low_resolution(self) -> bool:
+        return max(next(self._sizes(), (LOW_RESOLUTION_BELOW, 0))) < LOW_RESOLUTION_BELOW
+
+    def path(self, index: int) -> str:
+        return f"{index:05d}"
+
+    def load(self, index: int) -> Image.Image | Float32[Tensor, "c h w"]:
+        with reading(self.path(index)):
+            item = self.items[index]
+        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], (Image.Image, Tensor))):
+            raise InputError(f"item {index} of {self.name} is {item!r:.60}; {EXPECTED}")
+        image, label = item
+        try:
+            self.known_labels[index] = as_integer(label)
+        except TypeError as error:
+            raise InputError(
+                f"the label of item {index} of {self.name} must be an integer, not {label!r:.60}"
+            ) from error
+        with reading(self.path(index)):
+            return to_rgb(image) if isinstance(image, Image.Image) else _unit_floats(image)
+
+    def native_sizes(self) -> set[Size]:
+        return set(self._sizes())
+
+    def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
+        digest = sha256()
+        for index in range(len(self)) if indices is None else indices:
+            try:
+                pixels = np.asarray(self.load(index))
+            except BadImageError as error:
+                pixels = np.frombuffer(error.reason.encode(), np.uint8)
+            digest.update(_line(self.path(index), self.labels[index]) + f"{pixels.shape}\n".encode() + pixels.tobytes())
+        return digest.hexdigest()
+
+    def _sizes(self) -> Iterator[Size]:
+        for index in range(len(self)):
+            with suppress(BadImageError):
+                image = self.load(index)
+                yield (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
+
+
+class _Labels(Sequence[int]):
+    def __init__(self, source: SequenceSource) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        if index not in self.source.known_labels:
+            with suppress(BadImageError):
+                self.source.load(index)
+        return self.source.known_labels.get(index, -1)
+
+
+def as_source(data: Any) -> ImageSource:
+    """An image source as it is, any sequence of (image, label) as one."""
+    if isinstance(data, ImageSource):
+        return data
+    if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InputError(f"{type(data).__name__} is no data set: {EXPECTED}, or what open_dataset(…) returns")
+    return SequenceSource(data)
 
 
 def path_bytes(path: str) -> bytes:
@@ -129,8 +225,11 @@ def _line(path: str, label: int) -> bytes:
     return path_bytes(path) + f"\0{label}\0".encode()  # no path holds a zero byte
 
 
-def _file_size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return None
+def _unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
+    """ValueError where a tensor is no image in [0, 1]."""
+    if not image.is_floating_point() or image.ndim != 3 or not image.numel():
+        raise ValueError(f"{image.dtype} of shape {tuple(image.shape)}, expected floats (channels, height, width)")
+    low, high = torch.stack(image.aminmax()).tolist()
+    if not (low >= 0 and high <= 1):  # NaN fails both
+        raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1; divide bytes by 255")
+    return image.detach().to("cpu", torch.float32)

@@ -1,6 +1,72 @@
-"""Certified defences behind one protocol: `predict` and `certify`."""
+"""Certified defences behind one protocol: `predict`, `certify` and `describe`."""
 
-from patchproof.defenses.base import Assessment, Certificates, Defense
-from patchproof.defenses.patchcleanser import PatchCleanser, double_masking
+from __future__ import annotations
 
-__all__ = ["Assessment", "Certificates", "Defense", "PatchCleanser", "double_masking"]
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from patchproof.defenses._base import Assessment, Certificates, Defense, MaskedDefense, assess, device_of
+from patchproof.defenses._table import MaskTable
+from patchproof.defenses.alarm import Alarm
+from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two_mask_labels
+from patchproof.geometry import PatchThreat
+from patchproof.masking import Engine
+from patchproof.types import Classifier, InputError
+
+
+@dataclass(frozen=True)
+class DefenseEntry:
+    """A defence by name: what it does in words, and its class, which has its options (a dataclass `Options`) and builds
+    it from them (`of`)."""
+
+    words: str
+    kind: Any
+
+    @property
+    def options(self) -> type[Any]:
+        return self.kind.Options
+
+
+DEFENSES: Mapping[str, DefenseEntry] = {
+    PatchCleanser.name: DefenseEntry(
+        "double masking: the right label under any patch (Xiang et al. 2022)", PatchCleanser
+    ),
+    Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
+}
+"""What `defense` and the command line know by name."""
+
+
+def defense(
+    name: str, classifier: Classifier, threat: PatchThreat, *, engine: Engine | None = None, **options: Any
+) -> Any:
+    """The defence of that name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
+    if name not in DEFENSES:
+        near = difflib.get_close_matches(name, DEFENSES, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(DEFENSES)}"
+        raise InputError(f"unknown defence `{name}`; {hint}")
+    entry = DEFENSES[name]
+    known = list(entry.options.__dataclass_fields__)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
+    return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))
+
+
+__all__ = [
+    "DEFENSES",
+    "Alarm",
+    "Assessment",
+    "Certificates",
+    "Defense",
+    "DefenseEntry",
+    "MaskTable",
+    "MaskedDefense",
+    "PatchCleanser",
+    "assess",
+    "defense",
+    "device_of",
+    "double_masking",
+    "two_mask_labels",
+]

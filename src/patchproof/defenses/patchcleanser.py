@@ -1,19 +1,25 @@
-"""PatchCleanser (Xiang et al., USENIX Security 2022): double masking, and its certificate."""
+"""PatchCleanser (Xiang et al., USENIX Security 2022): double masking, and its certificate.
+
+The paper's statements, in order: `double_masking` is Algorithm 1, `two_mask_correct` the certificate, Algorithm 2.
+Which copies are evaluated when, and which not at all, is decided in `_table.py`; it changes no answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.defenses.base import Assessment, Certificates
-from patchproof.geometry import MaskSet, PatchThreat
-from patchproof.masking import Engine, Runner, TwoMaskTable
-from patchproof.types import Classifier, InputError
+from patchproof.defenses._base import Assessment, Certificates, Guarantee, MaskedDefense
+from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
+from patchproof.defenses._table import MaskTable
+from patchproof.geometry import MaskSet
+from patchproof.masking import Copies, Engine, Evaluator, Objective
+from patchproof.types import Classifier
 
 
 def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
@@ -28,10 +34,10 @@ def double_masking(
 ) -> Int64[Tensor, " b"]:
     """Algorithm 1: a disagreeing copy whose second round is unanimous wins, else the majority.
 
-    `second(image, mask)` gives the labels of those one-mask copies under every further mask: a table look-up or a
-    forward pass. It is asked about one copy an image at a time, in the order of the masks, until the image is decided.
-    On a certified image every copy that hides the patch answers y. So if y disagrees, its own copy is unanimous; and a
-    copy with another label meets y in its second round and never wins.
+    `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` gives F(x ⊙ mask ⊙ m) of those copies for every further m; it is
+    asked about one copy per image at a time, in the order of the masks, until the image is decided.
+    Sound: on a certified image every copy that hides the patch answers y. So if y disagrees, its own copy is unanimous;
+    and a copy with another label meets y in its second round and never wins.
     """
     answer = majority_label(first)
     disagrees = first != answer[:, None]
@@ -48,105 +54,152 @@ def double_masking(
     return answer
 
 
-@dataclass(frozen=True)
-class PatchCleanser:
-    """Certified(x, y) iff F(x ⊙ m0 ⊙ m1) = y for all m0, m1 ∈ 𝓜, where 𝓜 covers 𝓡."""
+def two_mask_correct(right: Bool[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
+    """Algorithm 2, the certificate: ∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y, m0 = m1 included.
 
-    classifier: Classifier
-    masks: MaskSet
-    threat: PatchThreat
-    engine: Engine = field(default_factory=Engine, kw_only=True)
+    `right[b, m0, m1]`: that copy answers y, by enough (τ) to answer so every time.
+    """
+    return right.all(dim=2).all(dim=1)
+
+
+@dataclass(frozen=True)
+class PatchCleanser(MaskedDefense):
+    """Certified(x, y) iff F(x ⊙ m0 ⊙ m1) = y for all m0, m1 ∈ 𝓜, where 𝓜 covers 𝓡.
+
+    `exhaustive` disables early exit: every pair is evaluated, also of images already known to fail.
+    """
+
     exhaustive: bool = field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        if self.engine.precision != "fp32" and self.engine.tau == 0:
-            raise InputError(
-                f"{self.engine.precision} labels need a measured τ to count; "
-                "take the engine that check_classifier returns"
-            )
-        missed = self.masks.uncovered(self.threat)
-        if missed:
-            raise InputError(
-                f"masks do not cover the threat: {len(missed)} patch positions are hidden by no mask, "
-                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
-            )
+    name: ClassVar[str] = "patchcleanser"
+    guarantee: ClassVar[Guarantee] = "recovery"
 
-    @cached_property
-    def runner(self) -> Runner:
-        """Remembers, from one batch to the next, the chunk that fits and what float32 had to decide again."""
-        return Runner(self.classifier, self.engine)
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """Options of `patchcleanser`."""
+
+        per_axis: int = 3
+        """Masks per axis, at most: 3 is quick, 6 certifies more images at some 15 times the cost."""
+        exhaustive: bool = False
+        """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Two rounds of masking (Algorithm 1); the second only where the first disagrees, and only until decided."""
-        table = self._table(images)
-        return _defended(table, table.one_mask_labels()).to(images.device)
+        pairs = self.pairs(images)
+        return pairs.defended(pairs.one_mask_labels()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), giving up on an image at its first wrong label."""
-        return self._certify(self._table(images, labels), labels.cpu()).to(images.device)
+        self.measure(images)
+        pairs = self.pairs(images, labels)
+        return pairs.certificates(self._certified(pairs)).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table, so that no copy is evaluated for both.
 
         Without labels the certificate is about the prediction: no patch on this very image changes the answer.
         """
-        table = self._table(images, labels)
-        first = table.one_mask_labels()
+        self.measure(images)
+        pairs = self.pairs(images, labels)
+        first = pairs.one_mask_labels()
+        predictions = pairs.defended(first)
+        if labels is None:
+            pairs.table.against(predictions)
+        found = pairs.certificates(self._certified(pairs))
         unanimous = (first == first[:, :1]).all(dim=1)
-        predictions = _defended(table, first)
-        about = predictions if labels is None else labels.cpu()
-        certificates = self._certify(table if labels is not None else table.against(about), about)
-        return Assessment(predictions, about, certificates, unanimous).to(images.device)
+        return Assessment(predictions, found, {"unanimous": unanimous}).to(images.device)
 
-    def _table(self, images: Tensor, labels: Tensor | None = None) -> TwoMaskTable:
-        return TwoMaskTable(self.runner, images, self.masks, labels)
+    def pairs(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> PairTable:
+        unions = self.masks.unions
+        return PairTable(self.table(images, labels, (unions.first, unions.second)), unions.of_pair)
 
-    def _certify(self, table: TwoMaskTable, labels: Int64[Tensor, " b"]) -> Certificates:
+    def _certified(self, pairs: PairTable) -> Bool[Tensor, " b"]:
+        """Algorithm 2 on the whole table, or on as much of it as decides."""
         if self.exhaustive:
-            table.evaluate_all()
-            return _certificates(table, table.right().all(dim=1))
+            pairs.table.evaluate_all()
+            return two_mask_correct(pairs.table.right()[:, pairs.of_pair])
+        return pairs.all_right(one_mask_order=self.central_first())
+
+    def explain(self, image: Float[Tensor, "c h w"]) -> list[list[int]]:
+        """F(x ⊙ m0 ⊙ m1) for every pair of masks."""
+        pairs = self.pairs(image[None])
+        pairs.table.evaluate_all()
+        return pairs.table.label[0, pairs.of_pair].tolist()
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"exhaustive": self.exhaustive}
+
+    def objectives(self) -> Sequence[Objective]:
+        return WrongMajority(self.masks), FakeUnanimity(self.masks)
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """The table of all two-mask predictions; pairs that hide the same pixels share a cell, `of_pair[a, b]`."""
+
+    table: MaskTable
+    of_pair: Int64[Tensor, "n n"]
+
+    @property
+    def one_mask(self) -> Int64[Tensor, " n"]:
+        return self.of_pair.diagonal()
+
+    def one_mask_labels(self) -> Int64[Tensor, "b n"]:
+        """The first round: F(x_b ⊙ m) for every image and mask."""
+        return self.table.row(self.one_mask)
+
+    def defended(self, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
+        """Algorithm 1 on a table that is filled as it goes."""
+        return double_masking(first, lambda image, mask: self.second_round(image, mask, until=first[image, mask]))
+
+    def second_round(
+        self, image: Int64[Tensor, " j"], mask: Int64[Tensor, " j"], *, until: Int64[Tensor, " j"] | None = None
+    ) -> Int64[Tensor, "j n"]:
+        """The labels of copy (image, mask) under every further mask.
+
+        With `until`, a round is cancelled once a label differs from it: what was not evaluated repeats that label.
+        """
+        table, cells = self.table, self.of_pair[mask]
+        if until is None:
+            table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
+            return table.label[image[:, None], cells]
+        table.survivors(image, cells, until)
+        seen, labels = table.known[image[:, None], cells], table.label[image[:, None], cells]
+        other = (seen & (labels != until[:, None])).long().argmax(dim=1, keepdim=True)
+        return torch.where(seen, labels, labels.gather(1, other))
+
+    def all_right(self, one_mask_order: Int64[Tensor, " n"]) -> Bool[Tensor, " b"]:
+        """Algorithm 2 with early exit: one-mask copies first, then of the images left the pairs most likely to fail."""
+        table = self.table
+        assert table.labels is not None
         images = torch.arange(len(table.images))
-        order = self._one_mask_order(table).expand(len(images), -1)
-        alive = images[table.survivors(images, order, labels, sure=True)]
-        alive = alive[table.survivors(alive, two_mask_order(table, alive), labels[alive], sure=True)]
-        return _certificates(table, torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True))
+        order = self.one_mask[one_mask_order].expand(len(images), -1)
+        alive = images[table.survivors(images, order, table.labels, sure=True)]
+        alive = alive[table.survivors(alive, self.two_mask_order(alive), table.labels[alive], sure=True)]
+        return torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True)
 
-    def _one_mask_order(self, table: TwoMaskTable) -> Int64[Tensor, " n"]:
-        """Central masks first: they hide the object more often than those at the rim."""
-        height, width = self.masks.image_size
-        offset = [
-            abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
-        ]
-        return table.of_pair.diagonal()[torch.tensor(offset).argsort(stable=True)]
+    def two_mask_order(self, images: Int64[Tensor, " a"]) -> Int64[Tensor, "a u"]:
+        """The two-mask cells of each image, the smallest sum of one-mask margins first."""
+        table = self.table
+        cells = torch.nonzero(table.first != table.second)[:, 0]
+        one_mask = table.margin[images][:, self.one_mask]
+        hardest = (one_mask[:, table.first[cells]] + one_mask[:, table.second[cells]]).argsort(dim=1, stable=True)
+        return cells[hardest]
 
-
-def _defended(table: TwoMaskTable, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
-    """Algorithm 1 on a table that is filled as it goes."""
-
-    def second(image: Tensor, mask: Tensor) -> Int64[Tensor, "j n"]:
-        return table.labels_under(image, mask, until=first[image, mask])
-
-    return double_masking(first, second)
+    def certificates(self, certified: Bool[Tensor, " b"]) -> Certificates:
+        """`witness` names the two masks of the copy that decides, and the label it answered."""
+        table, rows, cell = self.table, torch.arange(len(certified)), self.table.witness()
+        masks = torch.stack([table.first[cell], table.second[cell]], dim=1)
+        evidence = {"witness.masks": masks, "witness.label": table.label[rows, cell]}
+        return Certificates(certified, table.margin[rows, cell], table.forwards.clone(), evidence)
 
 
-def two_mask_order(table: TwoMaskTable, images: Int64[Tensor, " a"]) -> Int64[Tensor, "a u"]:
-    """The two-mask cells of each image, those most likely to fail first: the smallest sum of one-mask margins."""
-    unions = torch.nonzero(table.first != table.second)[:, 0]
-    one_mask = table.margin[images][:, table.of_pair.diagonal()]
-    hardest = (one_mask[:, table.first[unions]] + one_mask[:, table.second[unions]]).argsort(dim=1, stable=True)
-    return unions[hardest]
-
-
-def _certificates(table: TwoMaskTable, certified: Bool[Tensor, " b"]) -> Certificates:
-    """Read margin and witness off the known cells: the failing cell of least margin, else the weakest one."""
-    rows = torch.arange(len(table.images))
-    failing = table.known & ~table.right()
-    candidates = torch.where(failing.any(dim=1, keepdim=True), failing, table.known)
-    weakest = table.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)
-    return Certificates(
-        certified=certified,
-        margin=table.margin[rows, weakest],
-        forwards=table.forwards.clone(),
-        witness=torch.stack([table.first[weakest], table.second[weakest]], dim=1),
-        witness_label=table.label[rows, weakest],
-    )
+def two_mask_labels(
+    classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet, *, engine: Engine | None = None
+) -> Int64[Tensor, "b n n"]:
+    """The whole table F(x_b ⊙ m0 ⊙ m1): entry [b, 0, 0] is one mask alone, the table is symmetric."""
+    unions, count = masks.unions, len(images)
+    image = torch.arange(count).repeat_interleave(len(unions))
+    copies = Copies(image, unions.first.repeat(count), unions.second.repeat(count))
+    found = Evaluator(classifier, engine or Engine()).answers(images, masks.keep(images.device), copies)
+    return found.label.unflatten(0, (count, len(unions)))[:, unions.of_pair].to(images.device)

@@ -1,29 +1,7 @@
-"""Look at single images: their two-mask table, and what double masking does with a patch on them."""
+"""Look at single images: what the defence makes of their masked copies, and of a patch on them."""
 
-from patchproof.explore._explorer import UPLOAD_LIMIT, Choice, Explorer, Images
-from patchproof.explore._page import build_page, require_gradio, serve
-from patchproof.explore._patch import noise, optimise, paste, place
-from patchproof.explore._rounds import Rounds, SecondRound, watch
-from patchproof.explore._table import PairTable, pair_table
-from patchproof.explore._words import explain, verdict
+from patchproof.explore._explorer import UPLOAD_LIMIT, Explorer, Selection
+from patchproof.explore._open import open_explorer
+from patchproof.explore._page import require_gradio, serve
 
-__all__ = [
-    "UPLOAD_LIMIT",
-    "Choice",
-    "Explorer",
-    "Images",
-    "PairTable",
-    "Rounds",
-    "SecondRound",
-    "build_page",
-    "explain",
-    "noise",
-    "optimise",
-    "pair_table",
-    "paste",
-    "place",
-    "require_gradio",
-    "serve",
-    "verdict",
-    "watch",
-]
+__all__ = ["UPLOAD_LIMIT", "Explorer", "Selection", "open_explorer", "require_gradio", "serve"]

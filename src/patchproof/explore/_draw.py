@@ -1,4 +1,7 @@
-"""Tables, images and rounds as HTML and SVG; nothing in it that a file's or a class's name could break."""
+"""Tables, images and rounds as HTML; nothing in it that a file's or a class's name could break.
+
+What can be clicked has `data-pick`, which says what it stands for.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,50 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
-from patchproof.explore._explorer import Choice, Explorer
-from patchproof.explore._rounds import Rounds, SecondRound
-from patchproof.explore._table import PairTable
-from patchproof.geometry import MaskSet, Rect
+from patchproof.explore._explorer import Explorer, Selection
+from patchproof.explore._findings import Cell, CopyTable, Rounds
+from patchproof.explore._words import mask_words
+from patchproof.geometry import Rect
+from patchproof.masking import fill_colour
+from patchproof.runs import Record
+from patchproof.types import Size
 
 BLUE, VERMILION, MIDDLE = (0, 114, 178), (213, 94, 0), (247, 247, 247)
-"""Okabe and Ito's: `label` leads, another label leads, neither."""
+"""Okabe and Ito's: the label leads, another label leads, neither."""
 
 NUMBERED = 10
-"""Tables up to so many masks have the margin written into each cell."""
+"""Tables up to so many masks have the margin written into each cell, and a number at each row and column."""
 
 SMALL = 64
 """Images below this side are drawn pixel by pixel."""
+
+SIGNS = {"right": "✓", "wrong": "✕", "close": "≈"}
 
 
 def escaped(text: str) -> str:
     return html.escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
+def message(text: str, *, kind: str = "plain") -> str:
+    """A line that screen readers read out when it comes."""
+    return f'<p class="pp-message pp-{kind}" role="status">{escaped(text)}</p>' if text else ""
+
+
+def picture(pixels: UInt8[Tensor, "3 h w"], words: str) -> str:
+    sharp = " pp-sharp" if max(pixels.shape[1:]) < SMALL else ""
+    return f'<img class="pp-picture{sharp}" src="{data_uri(pixels)}" alt="{escaped(words)}">'
+
+
 def data_uri(pixels: UInt8[Tensor, "3 h w"]) -> str:
     """The image inside the page itself, without loss."""
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).cpu().numpy())).save(file, "PNG")
+    Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
-
-
-def message(text: str, *, kind: str = "error") -> str:
-    """A line that screen readers read out when it comes."""
-    sign = {"error": "✕", "note": "!", "plain": ""}[kind]
-    return f'<p class="pp-message pp-{kind}" role="status"><b>{sign}</b> {escaped(text)}</p>' if text else ""
 
 
 def colour(margin: float, scale: float) -> tuple[int, int, int]:
@@ -53,192 +66,141 @@ def colour(margin: float, scale: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def heat_map(table: PairTable, names: Sequence[str], selected: tuple[int, int] | None = None) -> str:
+def cell_kind(copies: CopyTable, cell: Cell, label: int) -> str:
+    return "wrong" if int(copies.labels[cell]) != label else "right" if bool(copies.right[cell]) else "close"
+
+
+def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
     """The n×n table: colour, and for small n a number, is the margin; wrong labels are hatched, close ones dotted."""
-    n, side = len(table), 44 if len(table) <= NUMBERED else 14
-    finite = table.margins[table.margins.isfinite()]
+    n, label, name = len(copies.labels), shown.finding.label, escaped(explorer.name(shown.finding.label))
+    finite = copies.margins[copies.margins.isfinite()]
     scale = float(finite.abs().max()) if len(finite) else 1.0
-    left, top = 46, 40
-    cells = "".join(_cell(table, names, a, b, scale, side) for a in range(n) for b in range(n))
-    every = 1 if side > 30 else 6
-    ticks = "".join(_tick(i, side, vertical=v) for i in range(n) if i % every == 0 or i == n - 1 for v in (True, False))
-    outline = ""
-    if selected is not None:
-        a, b = selected
-        outline = f'<rect class="pp-selected" x="{b * side}" y="{a * side}" width="{side}" height="{side}"/>'
-    width, height = left + n * side + 6, top + n * side + 6
-    words = f"Margin of {names[table.label]} under every pair of {n} masks"
-    return (
-        f'<figure class="pp-heat"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{escaped(words)}">'
-        f"{_HATCH}"
-        f'<text class="pp-axis" x="{left + n * side / 2}" y="12" text-anchor="middle">second mask</text>'
-        f'<text class="pp-axis" transform="translate(12 {top + n * side / 2}) rotate(-90)" '
-        'text-anchor="middle">first mask</text>'
-        f'<g transform="translate({left} {top})">{cells}{ticks}{outline}</g></svg>'
-        f"{_legend(table, names, scale)}</figure>"
-    )
-
-
-_HATCH = (
-    '<defs><pattern id="pp-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<line x1="0" y1="0" x2="0" y2="6" stroke="#000" stroke-width="1.6" stroke-opacity="0.75"/></pattern></defs>'
-)
-
-
-def _cell(table: PairTable, names: Sequence[str], a: int, b: int, scale: float, side: int) -> str:
-    margin, label = float(table.margins[a, b]), int(table.labels[a, b])
-    wrong, right = label != table.label, bool(table.right[a, b])
-    shade = colour(margin, scale)
-    x, y = b * side, a * side
-    said = f"masks {a + 1} and {b + 1}: {names[label]}, margin {margin:+.3g}"
-    parts = [f'<rect width="{side}" height="{side}" fill="rgb{shade}"/>']
-    if wrong:
-        parts.append(f'<rect width="{side}" height="{side}" fill="url(#pp-hatch)"/>')
-    elif not right:
-        parts.append(f'<circle cx="{side / 2}" cy="{side / 5}" r="{side / 12}" fill="#000"/>')
-    if side > 30:
-        parts.append(_number(margin, shade, side, wrong=wrong))
-    kind = "wrong" if wrong else "right" if right else "close"
-    return (
-        f'<g class="pp-cell" data-a="{a}" data-b="{b}" data-kind="{kind}" transform="translate({x} {y})">'
-        f"<title>{escaped(said)}</title>{''.join(parts)}</g>"
-    )
-
-
-def _number(margin: float, shade: tuple[int, int, int], side: int, *, wrong: bool) -> str:
-    dark = 0.299 * shade[0] + 0.587 * shade[1] + 0.114 * shade[2] < 140
-    ink = "#fff" if dark and not wrong else "#000"
-    plate = f'<rect class="pp-plate" x="5" y="{side / 2 - 9}" width="{side - 10}" height="18" rx="3"/>' if wrong else ""
-    return f'{plate}<text x="{side / 2}" y="{side / 2 + 4.5}" fill="{ink}" text-anchor="middle">{margin:.1f}</text>'
-
-
-def _tick(i: int, side: int, *, vertical: bool) -> str:
-    middle = i * side + side / 2
-    x, y, anchor = (-6.0, middle + 4, "end") if vertical else (middle, -7.0, "middle")
-    return f'<text class="pp-axis" x="{x}" y="{y}" text-anchor="{anchor}">{i + 1}</text>'
-
-
-def _legend(table: PairTable, names: Sequence[str], scale: float) -> str:
-    name = escaped(names[table.label])
+    ticks = [f"<b>{i + 1 if n <= NUMBERED or i % 6 == 0 else ''}</b>" for i in range(n)]
+    cells = f"<b>↓→</b>{''.join(ticks)}"
+    for a in range(n):
+        cells += ticks[a]
+        for b in range(n):
+            margin, kind = float(copies.margins[a, b]), cell_kind(copies, (a, b), label)
+            words = f"{mask_words((a, b))}: {explorer.name(int(copies.labels[a, b]))}, margin {margin:+.3g}"
+            ink = "#fff" if margin > 0.93 * scale else "#000"
+            selected = " pp-selected" * ((a, b) == shown.cell)
+            cells += (
+                f'<span class="pp-cell pp-cell-{kind}{selected}" data-pick="{a} {b}" title="{escaped(words)}" '
+                f'style="background-color: rgb{colour(margin, scale)}; color: {ink}">'
+                f"{f'<i>{margin:.1f}</i>' * (n <= NUMBERED)}</span>"
+            )
     stops = ", ".join(f"rgb{colour(share * scale, scale)}" for share in (-1, 0, 1))
     return (
-        '<figcaption class="pp-legend"><span class="pp-scale">'
-        f'<span>−{scale:.1f}</span><span class="pp-bar" style="background: linear-gradient(to right, {stops})"></span>'
-        f"<span>+{scale:.1f}</span></span>"
-        f"<span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
-        '<span><i class="pp-key pp-key-wrong"></i> another label wins</span>'
-        '<span><i class="pp-key pp-key-close"></i> too close to count</span></figcaption>'
+        f'<figure class="pp-heat"><div class="pp-grid" style="--n: {n}" role="img" '
+        f'aria-label="Margin of {name} under every pair of {n} masks">{cells}</div><figcaption class="pp-legend">'
+        f'<span class="pp-scale">−{scale:.1f}<i class="pp-bar" style="background: linear-gradient(to right, {stops})">'
+        f"</i>+{scale:.1f}</span><span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
+        "<span>↓ first mask, → second mask</span>"
+        '<span><i class="pp-key pp-cell-wrong"></i> another label wins</span>'
+        '<span><i class="pp-key pp-cell-close"></i> too close to count</span></figcaption></figure>'
     )
 
 
-def masked_copy(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], table: PairTable, a: int, b: int) -> str:
+def strip(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
+    """The one-mask copies with their labels and margins."""
+    votes = ""
+    for mask in range(copies.labels.shape[1]):
+        kind, name = cell_kind(copies, (0, mask), shown.finding.label), explorer.name(int(copies.labels[0, mask]))
+        words = f"{mask + 1}: {SIGNS[kind]} {name} {float(copies.margins[0, mask]):+.2g}"
+        style = ("agrees" if kind == "right" else "differs") + " pp-selected" * (mask == shown.cell[1])
+        votes += vote(explorer, (mask,), words, style, pick=f"0 {mask}")
+    return thumbs(explorer, shown.pixels, f'<div class="pp-votes">{votes}</div>')
+
+
+def masked_copy(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
     """One cell of the table as the classifier saw it."""
-    label, margin = int(table.labels[a, b]), float(table.margins[a, b])
-    name, about = escaped(explorer.names[label]), escaped(explorer.names[table.label])
-    sign = "✓" if bool(table.right[a, b]) else "✕" if label != table.label else "≈"
-    which = f"mask {a + 1}" if a == b else f"masks {a + 1} and {b + 1}"
+    cell, masks = shown.cell, copies.masks(shown.cell)
+    name, about = (escaped(explorer.name(label)) for label in (int(copies.labels[cell]), shown.finding.label))
+    which, sign = mask_words(masks), SIGNS[cell_kind(copies, cell, shown.finding.label)]
     return (
-        f'<div class="pp-copy">{picture(explorer.masked(pixels, a, b), f"the image under {which}")}'
-        f'<p>Under {which}: <b class="pp-answer">{sign} {name}</b><br>margin of {about}: <b>{margin:+.3g}</b></p></div>'
+        f'<div class="pp-copy">{picture(explorer.masked(shown.pixels, masks), f"the image under {which}")}'
+        f"<p>Under {which}: <b>{sign} {name}</b><br>margin of {about}: "
+        f"<b>{float(copies.margins[cell]):+.3g}</b></p></div>"
     )
 
 
-def picture(pixels: UInt8[Tensor, "3 h w"], words: str) -> str:
-    sharp = " pp-sharp" if max(pixels.shape[1:]) < SMALL else ""
-    return f'<img class="pp-picture{sharp}" src="{data_uri(pixels)}" alt="{escaped(words)}">'
+def box(rect: Rect, size: Size) -> str:
+    """A rectangle of the image as CSS."""
+    rows = f"top: {100 * rect.top / size[0]:.3f}%; height: {100 * rect.height / size[0]:.3f}%"
+    return f"{rows}; left: {100 * rect.left / size[1]:.3f}%; width: {100 * rect.width / size[1]:.3f}%"
 
 
-def patched_view(pixels: UInt8[Tensor, "3 h w"], rect: Rect) -> str:
+def patched_view(shown: Selection, size: Size) -> str:
     """The image with its patch framed; a click anywhere says where the patch should go."""
-    height, width = int(pixels.shape[1]), int(pixels.shape[2])
-    place = "; ".join(
-        f"{side}: {100 * value:.3f}%"
-        for side, value in (
-            ("top", rect.top / height),
-            ("left", rect.left / width),
-            ("height", rect.height / height),
-            ("width", rect.width / width),
-        )
-    )
-    words = f"the image with a patch at row {rect.top}, column {rect.left}"
-    return (
-        f'<div class="pp-stage" data-height="{height}" data-width="{width}">{picture(pixels, words)}'
-        f'<span class="pp-frame" style="{place}"></span></div>'
-    )
+    words = f"the image with a patch at row {shown.top}, column {shown.left}"
+    frame = f'<span class="pp-frame" style="{box(shown.rect, size)}"></span>'
+    return f'<div class="pp-stage" data-pick="place">{picture(shown.patched, words)}{frame}</div>'
 
 
-def cards(explorer: Explorer, choices: Sequence[Choice], selected: int | None) -> str:
+def cards(explorer: Explorer, records: Sequence[Record], selected: int | None) -> str:
     """A page of images to pick from; each says by sign and word whether it is certified."""
-    if not choices:
-        return message("No image is of this kind.", kind="plain")
-    return f'<div class="pp-cards">{"".join(_card(explorer, c, c.index == selected) for c in choices)}</div>'
-
-
-def _card(explorer: Explorer, choice: Choice, selected: bool) -> str:
-    name, record = escaped(explorer.names[choice.label]), choice.record
-    try:
-        shown = picture(explorer.pixels(choice), explorer.names[choice.label])
-    except (ValueError, RuntimeError, OSError):  # a file that is gone; picking it says why
-        shown = '<span class="pp-picture pp-gone">?</span>'
-    found = "" if record is None else ("✓ certified" if record.certified else "✕ not certified")
-    margin = "" if record is None or record.margin is None else f"<br>margin {record.margin:+.2g}"
-    pressed = "true" if selected else "false"
-    return (
-        f'<button class="pp-card" type="button" data-index="{choice.index}" aria-pressed="{pressed}">{shown}'
-        f"<span><b>{name}</b><br>{found}{margin}</span></button>"
-    )
+    found = ""
+    for record in records:
+        name = explorer.name(record.label)
+        try:
+            image = picture(explorer.pixels(record), name)
+        except (ValueError, RuntimeError, OSError):  # a file that is gone; picking it says why
+            image = '<span class="pp-picture pp-gone">?</span>'
+        proved = {None: "", True: "✓ certified", False: "✕ not certified"}[record.certified]
+        margin = "" if record.margin is None else f"<br>margin {record.margin:+.2g}"
+        pressed = str(record.index == selected).lower()
+        found += (
+            f'<button class="pp-card" type="button" data-pick="{record.index}" aria-pressed="{pressed}">{image}'
+            f"<span><b>{escaped(name)}</b><br>{proved}{margin}</span></button>"
+        )
+    return f'<div class="pp-cards">{found}</div>' if found else message("No image is of this kind.")
 
 
 def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Rounds) -> str:
-    """Round one as the masked copies with their labels, round two as what each doubtful copy says next."""
-    masks, names = explorer.defense.masks, explorer.names
-    copies = "".join(
-        _vote(masks, (copy,), names[label], agrees=label == rounds.majority, decides=_decides(rounds, copy))
-        for copy, label in enumerate(rounds.first)
-    )
-    sharp = " pp-sharp" if max(explorer.size) < SMALL else ""
-    height, width = explorer.size
-    style = f"--image: url({data_uri(pixels)}); --fill: rgb{explorer.fill}; --shape: {width} / {height}"
-    second = "".join(_second(masks, r, names) for r in rounds.second)
-    skipped = len(rounds.disagreeing) - len(rounds.second)
-    left = f"<p>{skipped} more disagreeing copies need not be asked: the answer is known.</p>" if skipped else ""
-    none = "<p>Not needed: the first round is unanimous.</p>"
+    """The copies under one mask with their labels; for double masking also what each disagreeing copy says next."""
+    if not rounds.first:
+        return ""
+
+    def votes(labels: Sequence[int], agreed: int, *hidden: int, decides: int | None = None) -> str:
+        found = ""
+        for mask, label in enumerate(labels):
+            kind = "decides" if mask == decides else "agrees" if label == agreed else "differs"
+            sign = {"agrees": "", "differs": "✕ ", "decides": "★ "}[kind]
+            found += vote(explorer, (*hidden, mask), f"{mask + 1}: {sign}{explorer.name(label)}", kind)
+        return f'<div class="pp-votes">{found}</div>'
+
+    second = rounds.second or ()
+    winner = next((r.copy for r in second if r.confirmed), None)
+    content = f"<h4>Round one: each mask once</h4>{votes(rounds.first, rounds.majority, decides=winner)}"
+    if rounds.second is not None:
+        content += "<h4>Round two: each disagreeing copy under every further mask</h4>"
+        content += "" if second else "<p>Not needed: the first round is unanimous.</p>"
+    for r in second:
+        against = sum(label != r.label for label in r.labels)
+        doubt = f"{against} of {len(r.labels)} say something else: it does not count"
+        words = (
+            f"copy {r.copy + 1}, {explorer.name(r.label)}: {'all agree: this copy decides' if r.confirmed else doubt}"
+        )
+        content += f'<details class="pp-second"{" open" * r.confirmed}><summary>{escaped(words)}</summary>'
+        content += f"{votes(r.labels, r.label, r.copy)}</details>"
+    left = rounds.disagreeing - len(second)
+    if second and left:
+        content += f"<p>{left} more disagreeing copies need not be asked: the answer is known.</p>"
+    return thumbs(explorer, pixels, content)
+
+
+def vote(explorer: Explorer, hidden: Sequence[int], words: str, kind: str, *, pick: str | None = None) -> str:
+    """A masked copy in small: the image is that of `thumbs`, the masks are drawn over it."""
+    boxes = "".join(f'<i style="{box(explorer.defense.masks.rects[mask], explorer.size)}"></i>' for mask in hidden)
+    data = "" if pick is None else f' data-pick="{pick}"'
     return (
-        f'<div class="pp-rounds{sharp}" style="{style}"><h4>Round one: each mask once</h4>'
-        f'<div class="pp-votes">{copies}</div>'
-        f"<h4>Round two: each disagreeing copy under every further mask</h4>{second or none}{left}</div>"
+        f'<div class="pp-vote pp-{kind}"{data}><span class="pp-thumb">{boxes}</span><span>{escaped(words)}</span></div>'
     )
 
 
-def _decides(rounds: Rounds, copy: int) -> bool:
-    return any(r.copy == copy and r.confirmed for r in rounds.second)
-
-
-def _vote(masks: MaskSet, hidden: Sequence[int], name: str, *, agrees: bool, decides: bool = False) -> str:
-    kind = "decides" if decides else "agrees" if agrees else "differs"
-    sign = {"agrees": "", "differs": "✕ ", "decides": "★ "}[kind]
-    height, width = masks.image_size
-    boxes = "".join(
-        f'<i style="top: {100 * r.top / height:.3f}%; left: {100 * r.left / width:.3f}%; '
-        f'height: {100 * r.height / height:.3f}%; width: {100 * r.width / width:.3f}%"></i>'
-        for r in (masks.rects[m] for m in hidden)
-    )
-    return (
-        f'<div class="pp-vote pp-{kind}"><span class="pp-thumb">{boxes}</span>'
-        f"<span>{hidden[-1] + 1}: {sign}{escaped(name)}</span></div>"
-    )
-
-
-def _second(masks: MaskSet, asked: SecondRound, names: Sequence[str]) -> str:
-    votes = "".join(
-        _vote(masks, (asked.copy, mask), names[label], agrees=label == asked.label)
-        for mask, label in enumerate(asked.labels)
-    )
-    name = escaped(names[asked.label])
-    doubt = f"{asked.against} of {len(asked.labels)} say something else: not believed"
-    found = f"all say {name}: this copy decides" if asked.confirmed else doubt
-    opened = " open" if asked.confirmed else ""
-    return (
-        f'<details class="pp-second"{opened}><summary>copy {asked.copy + 1}, {name}: {found}</summary>'
-        f'<div class="pp-votes">{votes}</div></details>'
-    )
+def thumbs(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], content: str) -> str:
+    """Votes on one image, which the page holds once."""
+    (height, width), sharp = explorer.size, " pp-sharp" if max(explorer.size) < SMALL else ""
+    fill = fill_colour(explorer.defense.classifier, torch.empty(0, 3, 1, 1)).flatten().mul(255).round().int().tolist()
+    style = f"--image: url({data_uri(pixels)}); --fill: rgb{tuple(fill)}; --shape: {width} / {height}"
+    return f'<div class="pp-rounds{sharp}" style="{style}">{content}</div>'

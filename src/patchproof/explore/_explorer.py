@@ -1,30 +1,43 @@
-"""What a page about single images needs to know, without knowing of pages."""
+"""Single images and a defence, without a page: what can be looked at, and the patches to put on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from patchproof.attacks import Attack, AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
 from patchproof.data import BadImageError, ImageSource, decode, preprocess
-from patchproof.defenses import PatchCleanser
-from patchproof.explore._patch import optimise
-from patchproof.explore._rounds import Rounds, watch
-from patchproof.explore._table import PairTable, pair_table
-from patchproof.geometry import Rect
-from patchproof.masking import as_images, fill_colour, occlude
-from patchproof.records import Record
+from patchproof.defenses import PatchCleanser, device_of
+from patchproof.explore._findings import Cell, Finding, Rounds, study, watch
+from patchproof.explore._words import record_words
+from patchproof.geometry import MaskSet, Rect, size_words
+from patchproof.masking import Evaluator, Measured, as_images, fill_colour, occlude
+from patchproof.runs import Record, measure_on_generated
 from patchproof.types import CheckError, InputError, Preprocessing, Size
 
 UPLOAD_LIMIT = 20 * 1024**2
 """Larger files are refused unread, in bytes."""
 
-KINDS: dict[str, Callable[[Record], bool]] = {
+ATTACK_SECONDS = 60.0
+"""Steps of an optimised patch that would take longer are left out: all visitors share one classifier."""
+
+NOISE, PICTURE, UNDEFENDED, DEFENDED = PATCH_KINDS = (
+    "noise",
+    "a picture",
+    "optimised against the classifier",
+    "optimised against the defence",
+)
+
+RECORD_KINDS: dict[str, Callable[[Record], bool]] = {
     "all": lambda record: True,
     "certified": lambda record: bool(record.certified),
     "not certified": lambda record: not record.certified,
@@ -32,110 +45,194 @@ KINDS: dict[str, Callable[[Record], bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An image that can be picked: its place in the source, its label (an output of the classifier), and the record
-    of a run about it."""
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What one visitor looks at: an image with what was found of it, a cell of its table, and the patch on it."""
 
-    index: int
-    label: int
-    record: Record | None = None
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images on offer."""
-
-    source: ImageSource
-    choices: tuple[Choice, ...]
+    pixels: UInt8[Tensor, "3 h w"]
+    finding: Finding
+    words: str
+    index: int | None
+    cell: Cell
+    patch: UInt8[Tensor, "3 p q"]
+    top: int
+    left: int
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """What they can be sorted by: records, where there are any."""
-        return tuple(KINDS) if any(choice.record for choice in self.choices) else ("all",)
+    def rect(self) -> Rect:
+        return Rect(self.top, self.left, int(self.patch.shape[1]), int(self.patch.shape[2]))
 
-    def of_kind(self, kind: str) -> tuple[Choice, ...]:
-        if kind == "all":
-            return self.choices
-        return tuple(c for c in self.choices if c.record is not None and KINDS[kind](c.record))
+    @property
+    def patched(self) -> UInt8[Tensor, "3 h w"]:
+        patched, rect = self.pixels.clone(), self.rect
+        patched[:, rect.top : rect.bottom, rect.left : rect.right] = self.patch
+        return patched
+
+    def moved(self, top: float, left: float) -> Selection:
+        """The patch at this place, or the nearest one inside the image."""
+        last = (int(a - b) for a, b in zip(self.pixels.shape[1:], self.patch.shape[1:], strict=True))
+        top, left = (max(0, min(int(at), end)) for at, end in zip((top, left), last, strict=True))
+        return replace(self, top=top, left=left)
 
 
 @dataclass(frozen=True)
 class Explorer:
-    """A defended classifier, how images reach it, and the words for its outputs."""
+    """A defence, how images reach it, words for its labels, and images on offer with what a run recorded of them.
 
-    defense: PatchCleanser
+    The passes are in float32 with the τ of the defence's engine, or one measured on generated images. An image that
+    exceeds τ is answered all the same: anybody may hand it in.
+    """
+
+    defense: Any
     preprocessing: Preprocessing
-    names: tuple[str, ...]
-    title: str
-    images: Images | None = None
+    about: str
+    names: Mapping[int, str]
+    source: ImageSource | None = None
+    records: tuple[Record, ...] = ()
     notices: tuple[str, ...] = ()
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    evaluator: Evaluator | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        engine, ready = getattr(self.defense, "engine", None), self.defense
+        if not isinstance(engine, Measured):
+            engine = (measure_on_generated(self.defense) or (None,))[0]
+        if engine is not None:
+            engine = Measured(tau=0.0, tau_fp32=engine.tau_fp32)
+            object.__setattr__(self, "evaluator", Evaluator(self.defense.classifier, engine, strict=False))
+            if hasattr(ready, "with_engine"):
+                ready = ready.with_engine(engine)
+                ready.evaluator.strict = False
+            object.__setattr__(self, "defense", ready)
 
     @property
     def size(self) -> Size:
-        return self.defense.masks.image_size
+        size: Size = self.defense.threat.image_size
+        return size
 
-    def pixels(self, choice: Choice) -> UInt8[Tensor, "3 h w"]:
+    @property
+    def masks(self) -> MaskSet | None:
+        """Those whose copies can be shown."""
+        return None if self.evaluator is None else getattr(self.defense, "masks", None)
+
+    @property
+    def in_pairs(self) -> bool:
+        return isinstance(self.defense, PatchCleanser)
+
+    @property
+    def title(self) -> str:
+        patch, size = size_words(*self.defense.threat.patch_sizes), size_words(self.size)
+        masks = "" if self.masks is None else f", {len(self.masks)} masks"
+        tau = "" if self.evaluator is None else f", τ = {self.evaluator.measured.tau_fp32:.2g}"
+        return f"{self.about}, {self.defense.name}: one patch of {patch} pixels anywhere on {size}{masks}{tau}"
+
+    def name(self, label: int) -> str:
+        return "an alarm" if label < 0 else self.names.get(label, f"class {label}")
+
+    def of_kind(self, kind: str) -> tuple[Record, ...]:
+        return tuple(filter(RECORD_KINDS[kind], self.records))
+
+    def image(self, pixels: UInt8[Tensor, "3 h w"]) -> Float[Tensor, "3 h w"]:
+        return as_images(pixels[None], device_of(self.defense))[0]
+
+    def rounds(self, pixels: UInt8[Tensor, "3 h w"]) -> Rounds:
+        return watch(self.defense, self.evaluator, self.image(pixels))
+
+    def masked(self, pixels: UInt8[Tensor, "3 h w"], masks: tuple[int, ...]) -> UInt8[Tensor, "3 h w"]:
+        """The image under these masks, for the eye."""
+        image, keep = as_images(pixels[None], "cpu"), self.defense.masks.keep()[list(masks)].all(dim=0)
+        return to_bytes(occlude(image, keep, fill_colour(self.defense.classifier, image))[0])
+
+    def pixels(self, record: Record) -> UInt8[Tensor, "3 h w"]:
         """The network input of an image on offer, in 8 bits."""
-        if self.images is None:
+        if self.source is None:
             raise InputError("no images are on offer; drop in one of your own")
-        source, record = self.images.source, choice.record
-        if record is not None and source.path(choice.index) != record.path:
-            raise CheckError(f"image {choice.index} is {source.path(choice.index)}, the record is about {record.path}")
-        return self._fitting(preprocess(source.load(choice.index), self.preprocessing), source.path(choice.index))
+        path = self.source.path(record.index)
+        if path != record.path:
+            raise CheckError(f"image {record.index} is {path}, the record is about {record.path}")
+        return self._network_input(self.source.load(record.index), path)
 
-    def own(self, file: Path) -> UInt8[Tensor, "3 h w"]:
-        """The network input of a file of anybody's, resized and cropped as the run's images are."""
-        return self._fitting(preprocess(self.picture(file), self.preprocessing), file.name)
+    def _network_input(self, image: Image.Image | Tensor, name: str) -> UInt8[Tensor, "3 h w"]:
+        pixels = preprocess(image, self.preprocessing)
+        if tuple(pixels.shape[1:]) != self.size:
+            raise InputError(f"{name} becomes {tuple(pixels.shape[1:])} pixels, the defence is for {self.size}")
+        return to_bytes(pixels) if pixels.is_floating_point() else pixels
 
     def picture(self, file: Path) -> Image.Image:
-        """A file of anybody's in RGB; too large, broken, or no image: a PatchproofError that says so."""
-        size = file.stat().st_size
-        if size > UPLOAD_LIMIT:
+        """A file of anybody's in RGB; too large, broken, or no image: an InputError that says so."""
+        size = file.stat().st_size / 1024**2
+        if size > UPLOAD_LIMIT / 1024**2:
             raise InputError(
-                f"{file.name} has {size / 1024**2:.1f} MB, at most {UPLOAD_LIMIT // 1024**2} MB are taken; shrink it"
+                f"{file.name} has {size:.1f} MB, at most {UPLOAD_LIMIT // 1024**2} MB are taken; shrink it"
             )
         try:
             return decode(file)
         except BadImageError as error:
             raise InputError(f"cannot use {file.name}: {error.reason}") from error
 
-    def _fitting(self, pixels: Tensor, name: str) -> UInt8[Tensor, "3 h w"]:
-        if tuple(pixels.shape[1:]) != self.size:
-            raise InputError(f"{name} becomes {tuple(pixels.shape[1:])} pixels, the masks are for {self.size}")
-        return pixels
+    def pick(self, record: Record, before: Selection | None = None) -> Selection:
+        """An image on offer, with the patch that was on the one before."""
+        return self._select(self.pixels(record), record.label, record_words(record, self.name), before, record.index)
 
-    def image(self, pixels: UInt8[Tensor, "3 h w"]) -> Float[Tensor, "3 h w"]:
-        return as_images(pixels[None], self.device)[0]
+    def own(self, file: Path, before: Selection | None = None) -> Selection:
+        """A file of anybody's, resized and cropped as the images on offer are."""
+        words = f"Your image {file.name}. Its label is not known, so margins are about the defended answer."
+        return self._select(self._network_input(self.picture(file), file.name), None, words, before)
 
-    def table(self, pixels: UInt8[Tensor, "3 h w"], label: int | None = None) -> PairTable:
-        """The two-mask table about `label`, or about the defended answer."""
-        return pair_table(self.defense, self.image(pixels), label)
+    def _select(
+        self, pixels: Tensor, label: int | None, words: str, before: Selection | None, index: int | None = None
+    ) -> Selection:
+        finding = study(self.defense, self.evaluator, self.image(pixels), label)
+        cell = (0, 0) if finding.copies is None else finding.copies.weakest
+        if before is not None:
+            return replace(before, pixels=pixels, finding=finding, words=words, index=index, cell=cell)
+        patch = noise(self.defense.threat.patch_sizes[0], 0)
+        middle = (int(side - patch.shape[i + 1]) // 2 for i, side in enumerate(self.size))
+        return Selection(pixels, finding, words, index, cell, patch, *middle)
 
-    def rounds(self, pixels: UInt8[Tensor, "3 h w"]) -> Rounds:
-        """What double masking does with this image."""
-        return watch(self.defense, self.image(pixels))
+    def with_patch(
+        self, shown: Selection, kind: str, *, size: int = 0, seed: int = 0, steps: int = 40, file: Path | None = None
+    ) -> Selection:
+        """Another patch, of the threat's size number `size`, in the same place as far as it fits there."""
+        sides = self.defense.threat.patch_sizes[size]
+        if kind == PICTURE and file is None:
+            raise InputError("drop in a picture for the patch first")
+        patch = noise(sides, seed) if file is None or kind != PICTURE else paste(self.picture(file), sides)
+        placed = replace(shown, patch=patch).moved(shown.top, shown.left)
+        if kind in (UNDEFENDED, DEFENDED):
+            return replace(placed, patch=self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed))
+        return placed
 
-    def masked(self, pixels: UInt8[Tensor, "3 h w"], first: int, second: int) -> UInt8[Tensor, "3 h w"]:
-        """x ⊙ m_first ⊙ m_second in 8 bits, for the eye."""
-        keep = self.defense.masks.keep()
-        image = as_images(pixels[None], "cpu")
-        hidden = occlude(image, keep[first] & keep[second], fill_colour(self.defense.classifier, image))
-        return hidden[0].mul(255).round().to(torch.uint8)
+    def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 p q"]:
+        """A patch for this place that leads the classifier, or the defence, away from the image's label."""
+        evaluator, images, rect = self.evaluator, self.image(shown.pixels)[None], shown.rect
+        if evaluator is None:
+            raise InputError("an optimised patch needs the gradients of a classifier, and this defence has none")
+        ways = self.defense.objectives() if defended and hasattr(self.defense, "objectives") else ()
+        objective = next(iter(ways), Misclassify("margin"))
+        target, threat = self.defense if defended else Undefended(evaluator), self.defense.threat
+        labels = torch.tensor([shown.finding.label], device=images.device)
 
-    @property
-    def fill(self) -> tuple[int, int, int]:
-        """The colour of a mask in 8 bits."""
-        colour = fill_colour(self.defense.classifier, torch.empty(0, 3, 1, 1)).flatten()
-        red, green, blue = colour.mul(255).round().int().tolist()
-        return red, green, blue
+        def attacked(steps: int) -> Tensor:
+            plan = AttackPlan(steps=steps, restarts=2)
+            attack = GradientAttack(evaluator, target, threat, objective, plan=plan, place=rect)
+            return Attack.__call__(attack, images, labels, generators=[image_generator(seed, 0)]).images[0]
 
-    def optimised(
-        self, pixels: UInt8[Tensor, "3 h w"], rect: Rect, label: int, *, defended: bool, steps: int, seed: int
-    ) -> UInt8[Tensor, "3 p q"]:
-        """A patch for this place that pulls the classifier, or the defence's first round, away from `label`."""
-        generator = torch.Generator().manual_seed(seed)
-        return optimise(
-            self.defense, pixels, rect, label, defended=defended, steps=steps, generator=generator, device=self.device
-        )
+        began = time.monotonic()
+        attacked(1)
+        affordable = int(ATTACK_SECONDS / (time.monotonic() - began))
+        return to_bytes(attacked(max(1, min(steps, affordable)))[:, rect.top : rect.bottom, rect.left : rect.right])
+
+
+def noise(size: Size, seed: int) -> UInt8[Tensor, "3 p q"]:
+    """Every value of every pixel drawn evenly."""
+    return torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def paste(picture: Image.Image, size: Size) -> UInt8[Tensor, "3 p q"]:
+    """The picture, shrunk or stretched to the patch."""
+    shrunk = picture.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.asarray(shrunk).copy()).permute(2, 0, 1)
+
+
+def to_bytes(image: Float[Tensor, "c h w"]) -> UInt8[Tensor, "c h w"]:
+    return image.mul(255).round().to(torch.uint8).cpu().contiguous()

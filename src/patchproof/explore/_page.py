@@ -9,34 +9,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from patchproof.explore import _draw as draw
-from patchproof.explore._desk import DEFENDED, NOISE, PATCH_KINDS, PICTURE, UNDEFENDED, Desk, Scene
-from patchproof.explore._explorer import UPLOAD_LIMIT, Explorer
-from patchproof.explore._words import patch_words
+from patchproof.explore._explorer import (
+    NOISE,
+    PATCH_KINDS,
+    PICTURE,
+    RECORD_KINDS,
+    UPLOAD_LIMIT,
+    Explorer,
+    Selection,
+)
+from patchproof.explore._words import explain, meaning, verdict
+from patchproof.geometry import size_words
 from patchproof.types import InputError, PatchproofError
 
-PICK_CARD = """element.addEventListener('click', event => {
-  const card = event.target.closest('[data-index]');
-  if (card) trigger('click', {index: Number(card.dataset.index)});
-});"""
-PICK_CELL = """element.addEventListener('click', event => {
-  const cell = event.target.closest('[data-a]');
-  if (cell) trigger('click', {a: Number(cell.dataset.a), b: Number(cell.dataset.b)});
-});"""
-PICK_PLACE = """element.addEventListener('click', event => {
-  const stage = event.target.closest('.pp-stage');
-  if (!stage) return;
-  const box = stage.getBoundingClientRect();
-  const row = Math.floor((event.clientY - box.top) / box.height * Number(stage.dataset.height));
-  const column = Math.floor((event.clientX - box.left) / box.width * Number(stage.dataset.width));
-  trigger('click', {row, column});
+PAGE = 12
+"""Images to pick from at a time."""
+
+PICK = """element.addEventListener('click', event => {
+  const picked = event.target.closest('[data-pick]');
+  if (!picked) return;
+  const box = picked.getBoundingClientRect();
+  const x = (event.clientX - box.left) / box.width, y = (event.clientY - box.top) / box.height;
+  trigger('click', {pick: picked.dataset.pick, x, y});
 });"""
 
-Shown = dict[Any, Any]
+CLASSIFIER = {"concurrency_id": "classifier", "concurrency_limit": 1}
+CARDS = {"concurrency_id": "cards", "concurrency_limit": 1}
+"""Handlers with the same id take turns."""
+
+Changes = dict[Any, Any]
 """New values of some components; the others stay as they are."""
 
 
@@ -50,236 +57,234 @@ def require_gradio() -> Any:
     return gradio
 
 
-def build_page(explorer: Explorer) -> Any:
-    """The page as gradio Blocks, with every control connected."""
-    return _Page(require_gradio(), explorer).blocks
-
-
-class _Page:
+class ExplorerPage:
     """The controls, section by section, then what each of them does.
 
-    A handler gets the event, then the inputs' values, and returns what changes. gradio's types are not annotated:
-    it is imported only when a page is made.
+    A handler gets the event, then the inputs' values, and returns what changes. gradio's types are not annotated: it is
+    imported only when a page is made.
     """
 
-    def __init__(self, gr: Any, explorer: Explorer) -> None:
-        self.gr, self.explorer, self.desk = gr, explorer, Desk(explorer)
+    def __init__(self, explorer: Explorer) -> None:
+        self.gr = gr = require_gradio()
+        self.explorer = explorer
+        notices = "".join(draw.message(text, kind="note") for text in explorer.notices)
         with gr.Blocks(title="patchproof explore", analytics_enabled=False) as self.blocks:
-            self.scene = gr.State(None)
-            gr.HTML(self._head())
-            with gr.Row():
-                with gr.Column(scale=2, min_width=300):
-                    self._image_section()
-                with gr.Column(scale=3, min_width=300):
-                    self._table_section()
-            with gr.Row():
-                with gr.Column(scale=2, min_width=300):
-                    self._patch_section()
-                with gr.Column(scale=3, min_width=300):
-                    self._rounds_section()
-            self._wire_images()
-            self._wire_table()
-            self._wire_patch()
+            self.shown = gr.State(None)
+            gr.HTML(f'<div class="pp-head"><h1>patchproof</h1><p>{draw.escaped(explorer.title)}</p></div>{notices}')
+            for left, right in ((self.image_section, self.table_section), (self.patch_section, self.answer_section)):
+                with gr.Row():
+                    with gr.Column(scale=2, min_width=300):
+                        left()
+                    with gr.Column(scale=3, min_width=300):
+                        right()
+            self.connect()
 
-    def _head(self) -> str:
-        notices = "".join(draw.message(text, kind="note") for text in self.explorer.notices)
-        return f'<div class="pp-head"><h1>patchproof</h1><p>{draw.escaped(self.explorer.title)}</p></div>{notices}'
-
-    def _step(self, title: str, words: str) -> None:
+    def step(self, title: str, words: str) -> None:
         self.gr.HTML(f'<div class="pp-step"><h2>{title}</h2><p>{draw.escaped(words)}</p></div>')
 
-    def _image_section(self) -> None:
-        gr, images = self.gr, self.explorer.images
-        self._step("1 · An image", "Pick one, or drop in your own.")
-        kinds = images.kinds if images else ("all",)
-        offered = images is not None
-        self.kind = gr.Radio(list(kinds), value="all", label="Show", visible=len(kinds) > 1, elem_id="kind")
-        self.cards = gr.HTML(js_on_load=PICK_CARD, elem_id="cards", visible=offered)
+    def image_section(self) -> None:
+        gr, offered = self.gr, self.explorer.source is not None
+        recorded = any(record.certified is not None for record in self.explorer.records)
+        self.step("1 · An image", "Pick one, or drop in your own.")
+        self.kind = gr.Radio(list(RECORD_KINDS), value="all", label="Show", visible=recorded, elem_id="kind")
+        self.cards = gr.HTML(js_on_load=PICK, elem_id="cards", visible=offered)
         with gr.Row(visible=offered, elem_id="pages"):
             self.back = gr.Button("‹", size="sm", min_width=40, elem_id="back")
             self.number = gr.Number(1, label="Page", precision=0, minimum=1, min_width=90, elem_id="page-number")
             self.next = gr.Button("›", size="sm", min_width=40, elem_id="next")
         limit = UPLOAD_LIMIT // 1024**2
         self.own = gr.File(label=f"Your own image (at most {limit} MB)", elem_id="own", height=150)
-        self.message = gr.HTML(elem_id="message")
 
-    def _table_section(self) -> None:
-        gr, count = self.gr, len(self.explorer.defense.masks)
-        self._step("2 · Under two masks", "One cell a pair of masks. Click a cell to see that copy of the image.")
+    def table_section(self) -> None:
+        gr, masks, pairs = self.gr, self.explorer.masks, self.explorer.in_pairs
+        if pairs:
+            self.step("2 · Under two masks", "One cell per pair of masks. Click a cell to see that copy of the image.")
+        elif masks is not None:
+            self.step("2 · Under one mask", "The label and its margin under each mask. Click one to see that copy.")
+        else:
+            self.step("2 · What is proved", "The certificate of the image as it is.")
+        masked, count = masks is not None, len(masks or ())
         self.verdict = gr.HTML(elem_id="verdict")
-        self.heat = gr.HTML(js_on_load=PICK_CELL, elem_id="heat")
+        self.table = gr.HTML(js_on_load=PICK, elem_id="table", visible=masked)
+        last = "Second mask" if pairs else "Mask"
+        sliders = ("First mask", "first-mask", pairs and count > 1), (last, "second-mask", count > 1)
         with gr.Row():
-            self.first = gr.Slider(1, count, 1, step=1, label="First mask", min_width=120, elem_id="first-mask")
-            self.second = gr.Slider(1, count, 1, step=1, label="Second mask", min_width=120, elem_id="second-mask")
-        self.copy = gr.HTML(elem_id="copy")
+            self.first, self.second = (
+                gr.Slider(1, max(2, count), 1, step=1, label=label, visible=visible, min_width=120, elem_id=name)
+                for label, name, visible in sliders
+            )
+        self.copy = gr.HTML(elem_id="copy", visible=masked)
 
-    def _patch_section(self) -> None:
-        gr, threat = self.gr, self.explorer.defense.threat
-        (height, width), sizes = self.explorer.size, threat.patch_sizes
-        self._step("3 · Under a patch", f"Click the image to move the {patch_words(threat)} patch there.")
-        self.stage = gr.HTML(js_on_load=PICK_PLACE, elem_id="stage")
-        low, wide = height - min(h for h, _ in sizes), width - min(w for _, w in sizes)
+    def patch_section(self) -> None:
+        gr, sizes = self.gr, self.explorer.defense.threat.patch_sizes
+        self.step("3 · Under a patch", f"Click the image to move the {size_words(*sizes)} patch there.")
+        self.stage = gr.HTML(js_on_load=PICK, elem_id="stage")
+        last = [side - min(size[i] for size in sizes) for i, side in enumerate(self.explorer.size)]
         with gr.Row():
-            self.top = gr.Slider(0, low, 0, step=1, label="Patch row", min_width=120, elem_id="patch-row")
-            self.left = gr.Slider(0, wide, 0, step=1, label="Patch column", min_width=120, elem_id="patch-column")
-        names = [(f"{h}×{w} pixels", i) for i, (h, w) in enumerate(sizes)]
+            self.top, self.left = (
+                gr.Slider(0, max(1, end), 0, step=1, label=f"Patch {axis}", min_width=120, elem_id=f"patch-{axis}")
+                for axis, end in zip(("row", "column"), last, strict=True)
+            )
+        names = [(f"{size_words(size)} pixels", i) for i, size in enumerate(sizes)]
         self.size = gr.Radio(names, value=0, label="Patch size", visible=len(sizes) > 1, elem_id="patch-size")
-        self.patch = gr.Radio(list(PATCH_KINDS), value=NOISE, label="What is on it", elem_id="patch-kind")
+        kinds = list(PATCH_KINDS if self.explorer.evaluator else PATCH_KINDS[:2])  # optimising needs a classifier
+        self.patch = gr.Radio(kinds, value=NOISE, label="What is on it", elem_id="patch-kind")
         self.file = gr.File(label="Picture for the patch", visible=False, height=150, elem_id="patch-file")
         self.steps = gr.Slider(5, 200, 40, step=5, label="Steps of the optimisation", visible=False, elem_id="steps")
         self.seed = gr.Number(0, label="Seed of the randomness", precision=0, minimum=0, elem_id="seed")
         self.make = gr.Button("Make the patch", variant="primary", elem_id="make")
 
-    def _rounds_section(self) -> None:
-        self._step("4 · Double masking answers", "What the defence does with the patched image.")
-        self.patch_message = self.gr.HTML(elem_id="patch-message")
-        self.told = self.gr.HTML(elem_id="told")
+    def answer_section(self) -> None:
+        who = "Double masking" if self.explorer.in_pairs else "The defence"
+        self.step(f"4 · {who} answers", "What the defence does with the patched image.")
+        self.answer = self.gr.HTML(elem_id="answer")
         self.rounds = self.gr.HTML(elem_id="rounds")
 
-    def _wire_images(self) -> None:
-        inputs = [self.scene, self.kind, self.number]
-        changed = [self.scene, self.message, self.verdict, self.heat, self.copy, self.first, self.second]
-        changed += [self.patch_message, self.stage, self.told, self.rounds, self.top, self.left]
-        pages = [self.message, self.cards, self.number]
-        turns: dict[str, Any] = {"concurrency_id": "cards", "concurrency_limit": 1}
+    def connect(self) -> None:
+        shown, where = self.shown, [self.shown, self.kind, self.number]
         for listener, handler, given in (
-            (self.blocks.load, self.opened, inputs[:1]),
-            (self.cards.click, self.picked, inputs[:1]),
-            (self.own.upload, self.dropped, [self.scene, self.own]),
+            (self.blocks.load, self.opened, [shown]),
+            (self.cards.click, self.picked, [shown]),
+            (self.own.upload, self.dropped, [shown, self.own]),
         ):
-            done = self._on(listener, handler, given, changed, heavy=True, busy=self.verdict)
+            done = self.on(listener, handler, given, busy=self.verdict, **CLASSIFIER)
             # The cards mark the image that is shown. They are drawn once it is, for the kind and page chosen by then.
-            self._on(done.then, lambda event, *now: self.turned(*now), inputs, pages, **turns)
+            self.on(done.then, self.turned, where, **CARDS)
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
-            self._on(listener, lambda event, *now, by=by: self.turned(*now, by=by), inputs, pages, **turns)
-        chosen: dict[str, Any] = {"trigger_mode": "always_last", **turns}
-        self._on(self.kind.input, lambda event, scene, kind: self.turned(scene, kind, 1), inputs[:2], pages, **chosen)
-
-    def _wire_table(self) -> None:
-        changed = [self.scene, self.message, self.heat, self.copy, self.first, self.second]
-        self._on(self.heat.click, self.clicked, [self.scene], changed)
+            self.on(listener, lambda event, *now, by=by: self.turned(event, *now, by=by), where, **CARDS)
+        self.on(self.kind.input, self.turned, where[:2], trigger_mode="always_last", **CARDS)
+        self.on(self.table.click, self.clicked, [shown])
         for slider in (self.first, self.second):
-            self._on(
-                slider.input, self.slid, [self.scene, self.first, self.second], changed, trigger_mode="always_last"
-            )
-
-    def _wire_patch(self) -> None:
-        changed = [self.scene, self.patch_message, self.stage, self.told, self.rounds, self.top, self.left]
-        about = {"heavy": True, "message": self.patch_message}
-        self._on(self.stage.click, self.pointed, [self.scene], changed, **about)
+            self.on(slider.input, self.slid, [shown, self.first, self.second], trigger_mode="always_last")
+        self.on(self.stage.click, self.pointed, [shown], **CLASSIFIER)
         for slider in (self.top, self.left):
-            where = [self.scene, self.top, self.left]
-            self._on(slider.input, self.moved, where, changed, trigger_mode="always_last", **about)
-        settings = [self.scene, self.patch, self.size, self.seed, self.steps, self.file]
+            self.on(slider.input, self.moved, [shown, self.top, self.left], trigger_mode="always_last", **CLASSIFIER)
+        settings = [shown, self.patch, self.size, self.seed, self.steps, self.file]
         for listener in (self.make.click, self.file.upload, self.size.input):
-            self._on(listener, self.made, settings, changed, busy=self.told, **about)
-        self._on(self.patch.input, self.kind_chosen, [self.patch], [self.file, self.steps])
+            self.on(listener, self.made, settings, busy=self.answer, **CLASSIFIER)
+        self.on(self.patch.input, self.kind_chosen, [self.patch])
 
-    def _on(
-        self,
-        listener: Callable[..., Any],
-        handler: Callable[..., Shown],
-        inputs: list[Any],
-        outputs: list[Any],
-        *,
-        heavy: bool = False,
-        message: Any = None,
-        busy: Any = None,
-        **options: Any,
+    def on(
+        self, listener: Callable[..., Any], handler: Callable[..., Changes], inputs: list[Any], **options: Any
     ) -> Any:
-        """Connect a handler; what it complains about becomes a line on the page. Heavy ones take turns, and show on
-        `busy` that they work. What comes back has `then`, to connect what follows."""
-        place = message or self.message
+        """Connect a handler; what it complains about is shown. It may show on `busy` that it works. What comes back has
+        `then`, to connect what follows."""
 
         def speaking(event, *values):  # type: ignore[no-untyped-def]
             try:
-                return handler(event, *values)
+                return handler(event, *values) or self.gr.skip()
             except PatchproofError as error:
                 words = str(error)
             except (torch.OutOfMemoryError, MemoryError):
-                words = "out of memory; choose fewer masks, or another --device"
-            return {place: draw.message(words)}
+                words = "out of memory; choose fewer masks, or another device"
+            self.gr.Warning(draw.escaped(words))
+            return self.gr.skip()
 
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
-        turns: dict[str, Any] = {"concurrency_id": "classifier", "concurrency_limit": 1} if heavy else {}
-        outputs = outputs if place in outputs else [*outputs, place]
-        shown = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
-        return listener(speaking, inputs, outputs, api_visibility="private", **shown, **turns, **options)
+        outputs = [self.shown, self.cards, self.number, self.verdict, self.table, self.first, self.second, self.copy]
+        outputs += [self.stage, self.top, self.left, self.file, self.steps, self.answer, self.rounds]
+        busy = options.pop("busy", None)
+        progress = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
+        return listener(speaking, inputs, outputs, api_visibility="private", **progress, **options)
 
-    def _all(self, scene: Scene) -> Shown:
-        return self._table(scene) | self._patch(scene)
+    def of_image(self, shown: Selection) -> Changes:
+        words = verdict(shown.finding, self.explorer.name, self.explorer.defense)
+        found = draw.message(shown.words) + draw.message(words)
+        return {self.verdict: found} | self.of_table(shown) | self.of_patch(shown)
 
-    def _table(self, scene: Scene) -> Shown:
-        verdict, heat, copy = self.desk.table_view(scene)
-        shown = {self.verdict: verdict, self.heat: heat, self.copy: copy, self.message: ""}
-        return shown | {self.scene: scene, self.first: scene.cell[0] + 1, self.second: scene.cell[1] + 1}
+    def of_table(self, shown: Selection) -> Changes:
+        copies = shown.finding.copies
+        if copies is None:
+            return {self.shown: shown}
+        drawn = (draw.heat_map if self.explorer.in_pairs else draw.strip)(self.explorer, shown, copies)
+        copy, (first, second) = draw.masked_copy(self.explorer, shown, copies), shown.cell
+        return {self.shown: shown, self.table: drawn, self.copy: copy, self.first: first + 1, self.second: second + 1}
 
-    def _patch(self, scene: Scene) -> Shown:
-        stage, told, rounds = self.desk.patch_view(scene)
-        shown = {self.stage: stage, self.told: told, self.rounds: rounds, self.patch_message: ""}
-        return shown | {self.scene: scene, self.top: scene.top, self.left: scene.left}
+    def of_patch(self, shown: Selection) -> Changes:
+        explorer, patched = self.explorer, shown.patched
+        rounds = explorer.rounds(patched)
+        promise = meaning(rounds, shown.finding, explorer.name, explorer.defense.guarantee)
+        return {
+            self.shown: shown,
+            self.stage: draw.patched_view(shown, explorer.size),
+            self.top: shown.top,
+            self.left: shown.left,
+            self.answer: draw.message(explain(rounds, explorer.name)) + draw.message(promise),
+            self.rounds: draw.rounds_view(explorer, patched, rounds),
+        }
 
-    def opened(self, event: Any, scene: Scene | None) -> Shown:
-        images = self.explorer.images
-        if images is None or not images.choices:
-            raise InputError("No images are on offer here; drop in one of your own.")
-        return self._all(self.desk.pick(images.choices[0], scene))
+    def opened(self, event: Any, shown: Selection | None) -> Changes:
+        return self.of_image(self.explorer.pick(self.explorer.records[0], shown)) if self.explorer.records else {}
 
-    def picked(self, event: Any, scene: Scene | None) -> Shown:
-        return self._all(self.desk.pick(self.desk.choice(int(event.index)), scene))
+    def picked(self, event: Any, shown: Selection | None) -> Changes:
+        found = [record for record in self.explorer.records if str(record.index) == event.pick]
+        return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
 
-    def dropped(self, event: Any, scene: Scene | None, file: str | None) -> Shown:
-        return {} if file is None else self._all(self.desk.own(file, scene))
+    def dropped(self, event: Any, shown: Selection | None, file: str | None) -> Changes:
+        return {} if file is None else self.of_image(self.explorer.own(Path(file), shown))
 
-    def turned(self, scene: Scene | None, kind: str, number: float, *, by: int = 0) -> Shown:
-        cards, number, pages = self.desk.page_of(kind, int(number or 1) + by, scene)
-        return {self.cards: cards, self.number: self.gr.update(value=number, label=f"Page of {pages:,}")}
+    def turned(self, event: Any, shown: Selection | None, kind: str, number: float = 1, *, by: int = 0) -> Changes:
+        """A page of the images of this kind, the nearest one that there is."""
+        records = self.explorer.of_kind(kind)
+        pages = max(1, -(-len(records) // PAGE))
+        page = max(1, min(int(number or 1) + by, pages))
+        cards = draw.cards(self.explorer, records[(page - 1) * PAGE : page * PAGE], shown.index if shown else None)
+        return {self.cards: cards, self.number: self.gr.update(value=page, label=f"Page of {pages:,}")}
 
-    def clicked(self, event: Any, scene: Scene | None) -> Shown:
-        return self._cell(scene, int(event.a), int(event.b))
+    def clicked(self, event: Any, shown: Selection | None) -> Changes:
+        first, second = map(int, event.pick.split())
+        return self.slid(event, shown, first + 1, second + 1)
 
-    def slid(self, event: Any, scene: Scene | None, first: float, second: float) -> Shown:
-        return self._cell(scene, int(first) - 1, int(second) - 1)
+    def slid(self, event: Any, shown: Selection | None, first: float, second: float) -> Changes:
+        shown = required(shown)
+        if shown.finding.copies is None:
+            return {}
+        rows, columns = shown.finding.copies.labels.shape
+        return self.of_table(replace(shown, cell=((int(first) - 1) % rows, (int(second) - 1) % columns)))
 
-    def _cell(self, scene: Scene | None, a: int, b: int) -> Shown:
-        count = len(self.explorer.defense.masks)
-        shown = self._table(replace(_required(scene), cell=(a % count, b % count)))
-        del shown[self.verdict]
-        return shown
+    def pointed(self, event: Any, shown: Selection | None) -> Changes:
+        """The middle of the patch goes where the click was."""
+        shown, (height, width) = required(shown), self.explorer.size
+        top, left = int(event.y * height) - shown.rect.height // 2, int(event.x * width) - shown.rect.width // 2
+        return self.of_patch(shown.moved(top, left))
 
-    def pointed(self, event: Any, scene: Scene | None) -> Shown:
-        there = _required(scene)
-        height, width = there.patch.shape[1:]
-        return self._patch(there.moved(int(event.row) - height // 2, int(event.column) - width // 2))
-
-    def moved(self, event: Any, scene: Scene | None, top: float, left: float) -> Shown:
-        return self._patch(_required(scene).moved(int(top), int(left)))
+    def moved(self, event: Any, shown: Selection | None, top: float, left: float) -> Changes:
+        return self.of_patch(required(shown).moved(top, left))
 
     def made(
-        self, event: Any, scene: Scene | None, kind: str, size: int, seed: float, steps: float, file: str | None
-    ) -> Shown:
-        chosen = {"size": int(size), "seed": int(seed or 0), "steps": int(steps)}
-        return self._patch(self.desk.with_patch(_required(scene), kind, file=file, **chosen))
+        self, event: Any, shown: Selection | None, kind: str, size: int, seed: float, steps: float, file: str | None
+    ) -> Changes:
+        numbers = {"size": int(size), "seed": int(seed or 0), "steps": int(steps)}
+        picture = None if file is None else Path(file)
+        return self.of_patch(self.explorer.with_patch(required(shown), kind, file=picture, **numbers))
 
-    def kind_chosen(self, event: Any, kind: str) -> Shown:
-        optimised = kind in (UNDEFENDED, DEFENDED)
+    def kind_chosen(self, event: Any, kind: str) -> Changes:
+        optimised = kind not in (NOISE, PICTURE)
         return {self.file: self.gr.update(visible=kind == PICTURE), self.steps: self.gr.update(visible=optimised)}
 
 
-def _required(scene: Scene | None) -> Scene:
-    if scene is None:
+def required(shown: Selection | None) -> Selection:
+    if shown is None:
         raise InputError("Pick an image first, or drop in your own.")
-    return scene
+    return shown
 
 
 @contextmanager
 def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool = False) -> Iterator[str]:
     """The page at the address yielded, until the end of the block; uploads are deleted then."""
-    _require_address(host, port)
+    if port is not None and not 1 <= port <= 65535:
+        raise InputError(f"port must be from 1 to 65535, not {port}")
+    try:  # an address that cannot be had is refused at once; gradio would try a hundred ports, seconds each
+        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except (OSError, UnicodeError) as error:
+        place = f"{host}, port {port}" if port else host
+        raise InputError(f"cannot listen on {place}: {error}; choose another host or port") from error
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
-        gr = require_gradio()
-        page = build_page(explorer)
+        gr, page = require_gradio(), ExplorerPage(explorer).blocks
         fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
         try:
             _, url, _ = page.queue(api_open=False).launch(
@@ -295,21 +300,6 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
                 theme=gr.themes.Default(primary_hue="blue", **fonts),
                 css=resources.files("patchproof.explore").joinpath("page.css").read_text("utf-8"),
             )
-        except OSError as error:  # somebody else was faster
-            raise InputError(f"cannot listen on {host}: {error}; choose another --host or --port") from error
-        try:
             yield url
         finally:
             page.close(verbose=False)
-
-
-def _require_address(host: str, port: int | None) -> None:
-    """Refuse at once an address that cannot be had; gradio would try a hundred ports, seconds each."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-    except (OSError, UnicodeError) as error:
-        place = f"{host}, port {port}" if port else host
-        raise InputError(f"cannot listen on {place}: {error}; choose another --host or --port") from error

@@ -1,101 +1,97 @@
-"""What was found, in sentences."""
+"""What was found, in sentences. `name` gives the words for a label; −1 is an alarm."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from patchproof.explore._rounds import Rounds, SecondRound
-from patchproof.explore._table import PairTable
-from patchproof.geometry import PatchThreat
-from patchproof.records import Record
+from patchproof.explore._findings import Finding, Rounds
+from patchproof.geometry import size_words
+from patchproof.runs import Record
 
 MOST_NAMED = 4
-"""More disagreeing copies than this are counted, not listed."""
+"""More copies than this are counted, not listed."""
+
+Name = Callable[[int], str]
 
 
-def patch_words(threat: PatchThreat) -> str:
-    return " or ".join(f"{h}×{w}" for h, w in threat.patch_sizes)
+def mask_words(masks: Sequence[int]) -> str:
+    """`mask 3`, or `masks 3 and 5`: counted from 1."""
+    return f"mask{'s' * (len(masks) > 1)} {' and '.join(str(mask + 1) for mask in masks)}"
 
 
-def verdict(table: PairTable, names: Sequence[str], threat: PatchThreat) -> str:
-    """Certified or not, and what decides it."""
-    name, (a, b) = names[table.label], table.weakest
-    margin = float(table.margins[a, b])
-    if table.certified:
+def verdict(finding: Finding, name: Name, defense: Any) -> str:
+    """Certified or not, the masked copy that decides it, and what follows for a patch."""
+    patch, right, copies = f"{size_words(*defense.threat.patch_sizes)} patch", name(finding.label), finding.copies
+    detects = defense.guarantee == "detection"
+    opening = "Certified" if finding.certified else "Not certified"
+    follows = f"No {patch}, anywhere on this image, can change the answer."
+    if finding.certified and detects:
+        follows = f"Under any {patch}, anywhere on this image, the answer is {right} or an alarm."
+    elif not finding.certified:
+        follows = f"A {patch} may be able to change the answer{' without an alarm' * detects}."
+    if copies is None:
         return (
-            f"Certified: all {table.pairs} pairs of masks say {name}, the closest ({_pair(a, b)}) by {margin:.3g}. "
-            f"No {patch_words(threat)} patch, anywhere on this image, can change the answer."
+            f"{opening} as {right}, margin {finding.margin:+.3g}; the defence answers {name(finding.answer)}. {follows}"
         )
-    said = int(table.labels[a, b])
-    verb = "does" if table.failing == 1 else "do"
-    example = f"{_pair(a, b)} say {names[said]}" if said != table.label else f"{_pair(a, b)} lead by {margin:.3g} only"
-    return (
-        f"Not certified: {table.failing} of {table.pairs} pairs of masks {verb} not say {name} clearly enough, "
-        f"e.g. {example}. A {patch_words(threat)} patch may be able to change the answer."
-    )
+    cell, kind = copies.weakest, "pairs of masks" if len(copies.labels) > 1 else "masks"
+    failing, count = copies.count(~copies.right), copies.count(copies.right | True)
+    said, margin, which = int(copies.labels[cell]), float(copies.margins[cell]), mask_words(copies.masks(cell))
+    found = f"all {count} {kind} say {right}, the closest ({which}) by {margin:.3g}"
+    if failing:
+        example = f"leads by {margin:.3g} only" if said == finding.label else f"is {name(said)}"
+        verb = "does" if failing == 1 else "do"
+        found = f"{failing} of {count} {kind} {verb} not say {right} clearly enough, e.g. under {which} it {example}"
+    alarm = " On the clean image the defence raises an alarm." if finding.answer < 0 else ""
+    return f"{opening}: {found}. {follows}{alarm}"
 
 
-def _pair(a: int, b: int) -> str:
-    return f"mask {a + 1} twice" if a == b else f"masks {min(a, b) + 1} and {max(a, b) + 1}"
-
-
-def record_words(record: Record, names: Sequence[str]) -> str:
-    """What the run wrote down about this image."""
-    certified = "certified" if record.certified else "not certified"
-    answers = f"undefended {_rightness(record.undefended)}, defended {_rightness(record.defended)}"
+def record_words(record: Record, name: Name) -> str:
+    """What a run recorded about this image."""
+    if record.certified is None:
+        return ""
     margin = "" if record.margin is None else f", margin {record.margin:+.3g}"
-    return f"The run's record: {certified}{margin}, {answers}; labelled {names[record.label]}."
-
-
-def _rightness(value: bool | None) -> str:
-    return "right" if value else "wrong"
-
-
-def explain(rounds: Rounds, names: Sequence[str]) -> str:
-    """How double masking came to its answer, in a sentence or two."""
-    count, answer = len(rounds.first), names[rounds.answer]
-    others = rounds.disagreeing
-    if not others:
-        return f"All {count} copies say {names[rounds.majority]}, so there is no second round: the answer is {answer}."
-    opening = f"{count - len(others)} of {count} copies say {names[rounds.majority]}"
-    if not rounds.second[-1].confirmed:
-        return f"{opening}; {_losers(rounds.second, names)}: the answer is {answer}, the majority's."
-    *losers, winner = rounds.second
-    before = f" {_capital(_losers(losers, names))}." if losers else ""
+    answers = {"undefended": record.undefended, "defended": record.defended}
+    words = "".join(f", {kind} {'right' if r else 'wrong'}" for kind, r in answers.items() if r is not None)
     return (
-        f"{opening}; copy {winner.copy + 1} says {names[winner.label]}, and all its second-round copies agree: "
-        f"the answer is {answer}.{before}"
+        f"The run's record: {'not ' * (not record.certified)}certified{margin}{words}; labelled {name(record.label)}."
     )
 
 
-def _losers(rounds: Sequence[SecondRound], names: Sequence[str]) -> str:
-    """The copies that their second round contradicts."""
-    if len(rounds) == 1:
-        r = rounds[0]
-        verb = "does" if r.against == 1 else "do"
-        return (
-            f"copy {r.copy + 1} says {names[r.label]}, but {r.against} of its {len(r.labels)} second-round copies "
-            f"{verb} not, so it is not believed"
-        )
-    if len(rounds) > MOST_NAMED:
-        return f"{len(rounds)} copies that say something else are each contradicted in their second round"
-    said = ", ".join(f"{r.copy + 1} ({names[r.label]})" for r in rounds)
-    return f"copies {said} say something else, but each is contradicted in its second round"
+def explain(rounds: Rounds, name: Name) -> str:
+    """How the defence came to its answer."""
+    answer, count = f"the answer is {name(rounds.answer)}", len(rounds.first)
+    if not count:
+        return f"T{answer[1:]}."
+    if not rounds.disagreeing:
+        no_more = "" if rounds.second is None else ", so there is no second round"
+        return f"All {count} copies say {name(rounds.majority)}{no_more}: {answer}."
+    parts = [f"{count - rounds.disagreeing} of {count} copies say {name(rounds.majority)}"]
+    if rounds.second is None:
+        return f"{parts[0]}, {rounds.disagreeing} something else: {answer}."
+    lost = [f"{r.copy + 1} ({name(r.label)})" for r in rounds.second if not r.confirmed]
+    if len(lost) == 1:
+        parts.append(f"copy {lost[0]} is contradicted by its second round")
+    elif lost:
+        which = f"copies {', '.join(lost)}" if len(lost) <= MOST_NAMED else f"{len(lost)} others"
+        parts.append(f"{which} are each contradicted by their second round")
+    won = [
+        f"copy {r.copy + 1} ({name(r.label)}) is confirmed by its second round" for r in rounds.second if r.confirmed
+    ]
+    return f"{'; '.join([*parts, *won])}: {answer}{'' if won else ', the majority’s'}."
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def meaning(rounds: Rounds, table: PairTable, names: Sequence[str]) -> str:
-    """The answer under the patch beside what the clean image's table promised."""
-    undefended = f"Without the defence the answer would be {names[rounds.undefended]}."
-    if rounds.answer == table.label:
-        promise = "as the certificate promises" if table.certified else "though nothing was promised for this image"
-        return f"{undefended} With it the answer is {names[table.label]}, {promise}."
-    if not table.certified:
-        return f"{undefended} With it the answer is not {names[table.label]}: this image is not certified."
+def meaning(rounds: Rounds, finding: Finding, name: Name, guarantee: str) -> str:
+    """The answer under the patch beside what was proved of the clean image."""
+    alone = "" if rounds.undefended is None else f"Without the defence the answer would be {name(rounds.undefended)}. "
+    right, alarm = name(finding.label), rounds.answer < 0
+    if rounds.answer == finding.label or (alarm and guarantee == "detection"):
+        answer = "there is an alarm" if alarm else f"the answer is {right}"
+        promise = "as the certificate promises" if finding.certified else "though nothing was promised for this image"
+        return f"{alone}With it {answer}, {promise}."
+    if not finding.certified:
+        return f"{alone}With it the answer is not {right}: this image is not certified."
     return (
-        f"{undefended} With it the answer is not {names[table.label]} although this image is certified. That must not "
-        "happen: the classifier answered the same masked image differently. Please report it."
+        f"{alone}With it the answer is not {right} although this image is certified. That must not happen: the "
+        "classifier answered the same masked image differently. Please report it."
     )

@@ -10,6 +10,9 @@ from patchproof.geometry._masks import (
     Uncovered,
     Unions,
     covering_masks,
+    parse_patches,
+    parse_size,
+    size_words,
     square_side,
 )
 from patchproof.geometry._native import (
@@ -20,6 +23,7 @@ from patchproof.geometry._native import (
     placement,
     resize_weights,
 )
+from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
 
 __all__ = [
     "Interval",
@@ -29,11 +33,21 @@ __all__ = [
     "Rect",
     "Uncovered",
     "Unions",
+    "all_places",
+    "as_rects",
+    "best_places",
     "covering_masks",
+    "grid_places",
+    "hidden_by",
+    "inside",
+    "mass_inside",
     "native_footprint",
     "native_threat",
     "nearest_sources",
+    "parse_patches",
+    "parse_size",
     "placement",
     "resize_weights",
+    "size_words",
     "square_side",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,6 +62,34 @@ def square_side(percent: float, image_size: Size) -> int:
     return side if side * side >= area else side + 1
 
 
+def parse_size(text: str) -> Size:
+    """`224` or `224x320` (height x width)."""
+    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
+    if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
+        raise InputError(f"an image size looks like 224 or 224x320 (height x width), not `{text}`")
+    return size
+
+
+def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
+    """`3%`, `39px`, `20x60px`, or several of them with commas, in pixels of an image of this size."""
+    sizes = []
+    for part in text.split(","):
+        percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", part.strip())
+        pixels = re.fullmatch(r"([1-9]\d{0,5})(?:[x×]([1-9]\d{0,5}))?px", part.strip())
+        if percent:
+            sizes.append((square_side(float(percent[1]), image_size),) * 2)
+        elif pixels:
+            sizes.append((int(pixels[1]), int(pixels[2] or pixels[1])))
+        else:
+            raise InputError(f"a patch looks like 3%, 39px or 20x60px, not `{part}`")
+    return tuple(sizes)
+
+
+def size_words(*sizes: Size) -> str:
+    """`39×39`, or `20×60 or 39×39`."""
+    return " or ".join(f"{height}×{width}" for height, width in sizes)
+
+
 @dataclass(frozen=True)
 class PatchThreat:
     """𝓡: one patch of any of `patch_sizes` (height, width), anywhere inside an image of `image_size`.
@@ -70,8 +99,11 @@ class PatchThreat:
 
     image_size: Size
     patch_sizes: tuple[Size, ...]
+    patches: int = 1
 
     def __post_init__(self) -> None:
+        if self.patches != 1:
+            raise InputError(f"patches must be 1, not {self.patches}: several patches at once are not supported yet")
         object.__setattr__(self, "image_size", whole_size(self.image_size))
         object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes or ())))
         height, width = self.image_size
@@ -282,7 +314,7 @@ def _axis_masks(n: int, p: int, k: int) -> list[Interval]:
     Covering: the last row of a patch starting at i ∈ [js, (j+1)s) is at most (j+1)s − 1 + p − 1 < js + m.
     """
     if k < 1:
-        raise InputError(f"at least one mask an axis is needed, not {k}")
+        raise InputError(f"per_axis must be at least 1, not {k}")
     stride = -(-(n - p + 1) // k)
     side = min(p + stride - 1, n)
     starts = sorted({min(i * stride, n - side) for i in range(k)})

@@ -1,40 +1,47 @@
-"""F(x ⊙ m): the only place where a classifier sees a masked image.
+"""F(x ⊙ m): the only place where a classifier sees a masked image, with gradients or without.
 
-Certification, inference and the training search all evaluate masked copies through a `Runner`, in chunks of
-(image × mask), so memory depends on the chunk and neither on the batch nor on the number of masks.
+Certification, prediction, the training search, attacks and the explorer all evaluate masked copies through one
+`Evaluator`, in chunks of (image × mask): memory depends on the chunk, not on the batch or the number of masks.
 """
 
-from patchproof.masking._arithmetic import AUTOCAST, Pass, evaluating, forward, passing, tf32
-from patchproof.masking._images import as_images, fill_colour, images_ahead, occlude
+from patchproof.masking._arithmetic import AUTOCAST, evaluating, network, tf32
+from patchproof.masking._checks import Drift, check_classifier, measure_drift
+from patchproof.masking._ensemble import Ensemble
+from patchproof.masking._evaluator import Answers, Audit, Copies, Evaluator
+from patchproof.masking._images import MaskedForward, as_images, fill_colour, images_ahead, occlude, show
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._runner import PARTS, Audit, Copies, Engine, InChunks, Runner, out_of_memory, padded
-from patchproof.masking._table import BLOCK, TwoMaskTable, clean_labels, two_mask_labels
+from patchproof.masking._memory import Engine, Measured, default_batch, out_of_memory
+from patchproof.masking._objective import Aim, CleanAnswers, Objective, Views
 
 __all__ = [
     "AUTOCAST",
-    "BLOCK",
-    "PARTS",
+    "Aim",
+    "Answers",
     "Audit",
+    "CleanAnswers",
     "Copies",
+    "Drift",
     "Engine",
-    "InChunks",
-    "Pass",
-    "Runner",
-    "TwoMaskTable",
+    "Ensemble",
+    "Evaluator",
+    "MaskedForward",
+    "Measured",
+    "Objective",
+    "Views",
     "as_images",
-    "clean_labels",
+    "check_classifier",
+    "default_batch",
     "evaluating",
     "fill_colour",
-    "forward",
     "images_ahead",
     "label_margin",
     "label_range",
+    "measure_drift",
+    "network",
     "occlude",
     "out_of_memory",
-    "padded",
-    "passing",
     "require_classes",
+    "show",
     "tf32",
     "top_two",
-    "two_mask_labels",
 ]

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from patchproof.masking._images import show
 from patchproof.types import CheckError, Classifier, Precision
 
-Pass = Callable[[Tensor], Tensor]
-"""Logits of a batch."""
+Network = Callable[[Tensor, Tensor | None], Tensor]
+"""(images, keep) -> float32 logits; `keep` None shows everything."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,51 +43,30 @@ def evaluating(classifier: Classifier) -> Iterator[None]:
             module.training = training
 
 
-def forward(
-    classifier: Classifier,
-    images: Float[Tensor, "b c h w"],
-    *,
-    precision: Precision = "fp32",
-    compiled: bool = False,
-) -> Tensor:
-    """Logits in float32, computed in `precision`, without gradients, by a classifier in eval mode.
+def network(
+    classifier: Classifier, *, precision: Precision = "fp32", compiled: bool = False, gradients: bool = False
+) -> Network:
+    """F in eval mode, computed in `precision`, for many batches: good until the classifier changes.
 
     float32 means float32 (cuDNN would use TF32 by default). bf16 and fp16 run on a copy of the network in that type
-    where the classifier offers one (`lowered`), which spares the casts of autocast: on an H200 1.2 to 1.5 times as
-    fast for transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md). What the classifier answers is not checked
-    here but by `checks`, which says in words what is wrong with it.
+    where the classifier offers one (`lowered`), which avoids autocast's casts: on an H200 1.2 to 1.5 times as fast for
+    transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md). With `gradients`, images that require them get them.
     """
-    return passing(classifier, precision=precision, compiled=compiled)(images)
-
-
-def passing(
-    classifier: Classifier, *, precision: Precision = "fp32", compiled: bool = False, gradients: bool = False
-) -> Pass:
-    """`forward` for many batches: the mode is checked and the fast form brought up to date here, once for all of them.
-
-    Good until the classifier changes. For a network of 300 modules that takes milliseconds, as long as a small batch
-    does on a fast GPU. With `gradients`, images that ask for theirs get them.
-    """
-    _require_eval(classifier)
+    training = (
+        [name for name, m in classifier.named_modules() if m.training] if isinstance(classifier, nn.Module) else []
+    )
+    if training:
+        raise CheckError(
+            f"the classifier is in training mode ({len(training)} modules, e.g. {training[0] or 'itself'}), so its "
+            "answers change; call classifier.eval() first"
+        )
     dtype = AUTOCAST.get(precision)
-    lowered = _lowered(classifier, dtype, compiled=compiled)
+    offered = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
+    lowered = None if offered is None else offered(dtype or torch.float32, compiled=compiled)
 
-    def one_pass(images: Tensor) -> Tensor:
+    def one_pass(images: Tensor, keep: Tensor | None) -> Tensor:
         autocast = torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None and lowered is None)
         with nullcontext() if gradients else torch.inference_mode(), tf32(precision != "fp32"), autocast:
-            return (lowered or classifier)(images).float()
+            return show(lowered or classifier, images, keep).float()
 
     return one_pass
-
-
-def _require_eval(classifier: Classifier) -> None:
-    if isinstance(classifier, nn.Module) and any(m.training for m in classifier.modules()):
-        raise CheckError("the classifier is in training mode, so its answers change; call classifier.eval() first")
-
-
-def _lowered(classifier: Classifier, dtype: torch.dtype | None, *, compiled: bool) -> Pass | None:
-    """The classifier's own fast form; None if it has none, or none is asked for."""
-    offered = getattr(classifier, "lowered", None)
-    if offered is None or (dtype is None and not compiled):
-        return None
-    return offered(dtype or torch.float32, compiled=compiled)

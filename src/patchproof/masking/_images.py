@@ -2,69 +2,71 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, UInt8
-from torch import Tensor
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 
 from patchproof.types import Classifier, InputError
 
 Item = TypeVar("Item")
 
 
-def as_images(pixels: UInt8[Tensor, "b c h w"], device: torch.device | str) -> Float[Tensor, "b c h w"]:
-    """Bytes to [0, 1] floats, on the device, so that a quarter of the data travels.
+def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c h w"]:
+    """Bytes to [0, 1] floats on the device, so that a quarter of the data travels; floats stay as they are.
 
     Channels last: convolutions are faster so, on GPUs and CPUs alike.
     """
-    there = pixels.to(device, non_blocking=True)
-    return there.to(torch.float32, memory_format=torch.channels_last).div_(255)
+    there = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
+    return there if pixels.is_floating_point() else there.div_(255)
 
 
 def images_ahead(
-    batches: Iterable[tuple[Item, UInt8[Tensor, "b c h w"]]], device: torch.device
+    batches: Iterable[tuple[Item, Tensor]], device: torch.device
 ) -> Iterator[tuple[Item, Float[Tensor, "b c h w"]]]:
-    """Each batch with its images on the device; the next one travels while this one is computed."""
-    if device.type != "cuda":
-        for item, pixels in batches:
-            yield item, as_images(pixels, device)
-        return
-    stream = torch.cuda.Stream(device)
-    travelling: deque[tuple[Item, Tensor]] = deque()
-    try:
-        for item, pixels in batches:
+    """Each batch with its images on the device. One batch ahead, and no more, is read and copied while this one is
+    computed; an error in reading it is raised in its turn."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    remaining = iter(batches)
+
+    def fetch() -> tuple[Item, Tensor, torch.cuda.Event | None] | None:
+        for item, pixels in remaining:
+            if stream is None:
+                return item, as_images(pixels, device), None
             with torch.cuda.stream(stream):
-                travelling.append((item, as_images(pixels.pin_memory(), device)))
-            if len(travelling) > 1:
-                item, images = travelling.popleft()
-                yield item, _arrived(images, stream)
-    except Exception:  # what came before the failure is still used
-        for item, images in travelling:
-            yield item, _arrived(images, stream)
-        raise
-    for item, images in travelling:
-        yield item, _arrived(images, stream)
+                return item, as_images(pixels.pin_memory(), device), stream.record_event()
+        return None
 
-
-def _arrived(images: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Usable on the current stream, and not given back to `stream` before that one is done with it."""
-    current = torch.cuda.current_stream(images.device)
-    current.wait_stream(stream)
-    images.record_stream(current)
-    return images
+    with ThreadPoolExecutor(1, thread_name_prefix="patchproof-ahead") as pool:
+        coming = pool.submit(fetch)
+        while (found := coming.result()) is not None:
+            coming = pool.submit(fetch)
+            item, images, copied = found
+            if copied is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(copied)
+                images.record_stream(current)
+            yield item, images
 
 
 def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"]:
     """The colour of a masked pixel: the classifier's `fill`, else mid-grey."""
     channels = images.shape[1]
     fill = getattr(classifier, "fill", None)
-    values = [0.5] * channels if fill is None else [float(v) for v in fill]
+    values = (0.5,) * channels if fill is None else tuple(map(float, fill))
     if len(values) != channels:
         raise InputError(f"the classifier's fill has {len(values)} channels, the images have {channels}")
-    return torch.tensor(values, dtype=images.dtype, device=images.device)[:, None, None]
+    return _constant(values, images.dtype, images.device)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "c 1 1"]:
+    with torch.inference_mode(False):  # remembered, so it must be usable where gradients are wanted
+        return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
 def occlude(
@@ -72,3 +74,29 @@ def occlude(
 ) -> Float[Tensor, "*b c h w"]:
     """x ⊙ m. A choice, not a product: the hidden pixels are gone, NaN and all."""
     return torch.where(keep, images, fill)
+
+
+def show(
+    classifier: Classifier, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"] | None
+) -> Float[Tensor, "b classes"]:
+    """F(x ⊙ m), or F(x) without a mask.
+
+    A classifier with a method `masked(images, keep)` says for itself what a hidden pixel means. It gets the images with
+    the hidden pixels filled all the same: a certificate must not depend on its looking away.
+    """
+    if keep is None:
+        return classifier(images)
+    masked = occlude(images, keep, fill_colour(classifier, images))
+    own = getattr(classifier, "masked", None)
+    return classifier(masked) if own is None else own(masked, keep)
+
+
+class MaskedForward(nn.Module):
+    """`show` as the forward pass of a module, for what wraps modules: DistributedDataParallel, mixed precision."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
+        return show(self.classifier, images, keep)

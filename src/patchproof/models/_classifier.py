@@ -14,24 +14,16 @@ from torch import Tensor, nn
 from patchproof.models._twin import Twin
 from patchproof.types import InputError, Interpolation, Size, require_one_of
 
-SETTINGS = (
-    "input_size",
-    "num_classes",
-    "class_names",
-    "interpolation",
-    "crop_pct",
-    "architecture",
-    "source",
-    "model_args",
-)
+Masked = Callable[[Tensor, Tensor], Tensor]
+"""Images (b c h w) and keep (Bool b 1 h w, True = visible) -> logits."""
 
 
 class ImageClassifier(nn.Module):
     """F(x) = module((x - mean) / std): images in [0, 1] -> logits.
 
-    `fill` (= mean) is the mask colour, zero after normalising; `scale` is std as plain floats. `architecture` names
-    what was built and `source` says in words where the weights came from; `model_args` are further arguments that
-    the architecture was built with.
+    `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
+    std as plain floats. `architecture` names what was built and `source` says in words where the weights came from;
+    `model_args` are further arguments that the architecture was built with.
     """
 
     mean: Tensor
@@ -51,18 +43,17 @@ class ImageClassifier(nn.Module):
         architecture: str | None = None,
         source: str = "own module",
         model_args: Mapping[str, Any] | None = None,
+        fill: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        _check_normalisation(mean, std)
-        _check_input(input_size, interpolation, crop_pct)
-        _check_classes(num_classes, class_names)
         self.module = module
-        self.fill: tuple[float, ...] = tuple(float(value) for value in mean)
-        self.scale: tuple[float, ...] = tuple(float(value) for value in std)
+        self.shift: tuple[float, ...] = tuple(map(float, mean))
+        self.scale: tuple[float, ...] = tuple(map(float, std))
+        self.fill: tuple[float, ...] = self.shift if fill is None else tuple(map(float, fill))
         # Not persistent: the state dict is the network's own; mean and std travel in classifier.json.
-        self.register_buffer("mean", torch.tensor(self.fill), persistent=False)
+        self.register_buffer("mean", torch.tensor(self.shift), persistent=False)
         self.register_buffer("std", torch.tensor(self.scale), persistent=False)
-        self.input_size: Size = (int(input_size[0]), int(input_size[1]))
+        self.input_size: Size = tuple(map(int, input_size))  # type: ignore[assignment]
         self.num_classes = int(num_classes)
         self.class_names: tuple[str, ...] | None = None if class_names is None else tuple(class_names)
         self.interpolation: Interpolation = interpolation
@@ -71,27 +62,34 @@ class ImageClassifier(nn.Module):
         self.source = source
         self.model_args: dict[str, Any] = dict(model_args or {})
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
+        _check_settings(self)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
         return self.module(self.normalised(images))
 
     def normalised(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        if images.shape[1] != len(self.fill):
-            raise InputError(f"expected images of {len(self.fill)} channels (b c h w), got {tuple(images.shape)}")
+        if images.shape[1] != len(self.shift):
+            raise InputError(f"expected images of {len(self.shift)} channels (b c h w), got {tuple(images.shape)}")
         return (images - self.mean[:, None, None]) / self.std[:, None, None]
 
-    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Tensor], Tensor] | None:
+    @property
+    def masked(self) -> Masked:
+        """(images in [0, 1], keep) -> logits by the module's own way to hide pixels; only where it has one."""
+        hide: Any = self.module.masked  # AttributeError where there is none
+        return lambda images, keep: hide(self.normalised(images), keep)
+
+    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Lowered | None:
         """F computed in `dtype`, after normalising in float32, on a copy of the network that follows its weights.
 
         None where the network cannot be converted; autocast may still run it.
         """
         key = dtype, compiled
         if key not in self._twins or not self._twins[key].resembles(self.module):
-            shape = len(self.fill), *self.input_size
+            shape = len(self.shift), *self.input_size
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
         twin = self._twins[key].following(self.module)
-        return None if twin is None else lambda images: twin(self.normalised(images).to(dtype))
+        return None if twin is None else Lowered(self, twin, dtype)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -103,9 +101,54 @@ class ImageClassifier(nn.Module):
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
+class Lowered:
+    """A classifier of the same kind, computed by `network`, the copy in `dtype`."""
+
+    def __init__(self, classifier: ImageClassifier, network: nn.Module, dtype: torch.dtype) -> None:
+        self.fill, self.normalised = classifier.fill, classifier.normalised
+        self.network, self.dtype = network, dtype
+
+    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        return self.network(self.normalised(images).to(self.dtype))
+
+    @property
+    def masked(self) -> Masked:
+        """As in ImageClassifier."""
+        hide: Any = self.network.masked
+        return lambda images, keep: hide(self.normalised(images).to(self.dtype), keep)
+
+
+def adopt(
+    module: nn.Module,
+    *,
+    input_size: Size,
+    num_classes: int,
+    class_names: Sequence[str] | None = None,
+    channels: int = 3,
+) -> ImageClassifier:
+    """An ImageClassifier as it is; any other module wrapped with mean 0 and std 1, so that it sees the same pixels."""
+    if isinstance(module, ImageClassifier):
+        return module
+    mean, std, fill = (0.0,) * channels, (1.0,) * channels, getattr(module, "fill", (0.5,) * channels)
+    classes: dict[str, Any] = {"num_classes": num_classes, "class_names": class_names}
+    return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, **classes)
+
+
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
     """The keyword arguments that wrap a module just as `classifier` wraps its own."""
-    return {"mean": classifier.fill, "std": classifier.scale} | {name: getattr(classifier, name) for name in SETTINGS}
+    return {
+        "mean": classifier.shift,
+        "std": classifier.scale,
+        "input_size": classifier.input_size,
+        "num_classes": classifier.num_classes,
+        "class_names": classifier.class_names,
+        "interpolation": classifier.interpolation,
+        "crop_pct": classifier.crop_pct,
+        "architecture": classifier.architecture,
+        "source": classifier.source,
+        "model_args": classifier.model_args,
+        "fill": classifier.fill,
+    }
 
 
 def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **changes: Any) -> ImageClassifier:
@@ -124,32 +167,25 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _check_normalisation(mean: Sequence[float], std: Sequence[float]) -> None:
-    if len(mean) != len(std) or not mean:
-        raise InputError(f"mean and std need one value a channel each, got {len(mean)} and {len(std)} values")
-    if not all(0 <= value <= 1 for value in mean):
-        raise InputError(f"mean must lie in [0, 1] as the images do, got {tuple(mean)}; divide 0-255 values by 255")
-    if not all(value > 0 and math.isfinite(value) for value in std):
-        raise InputError(f"std must be positive and finite, got {tuple(std)}")
-
-
-def _check_input(input_size: Size, interpolation: str, crop_pct: float) -> None:
-    if len(input_size) != 2 or min(input_size) < 1:
-        raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {tuple(input_size)}")
-    require_one_of("interpolation", interpolation, get_args(Interpolation))
-    if not (crop_pct > 0 and math.isfinite(crop_pct)):
-        raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
-
-
-def _check_classes(num_classes: int, class_names: Sequence[str] | None) -> None:
-    if num_classes < 1:
-        raise InputError(
-            f"num_classes must be at least 1, got {num_classes}; a network without a head is no classifier"
-        )
-    if class_names is None:
-        return
-    if len(class_names) != num_classes:
-        raise InputError(f"{num_classes} classes need as many class names, got {len(class_names)}")
-    if len(set(class_names)) != len(class_names):
-        twice = next(name for name in class_names if list(class_names).count(name) > 1)
+def _check_settings(it: ImageClassifier) -> None:
+    channels, names = len(it.shift), it.class_names
+    if channels != len(it.scale) or not channels:
+        raise InputError(f"mean and std need one value per channel each, got {channels} and {len(it.scale)} values")
+    if not all(0 <= value <= 1 for value in it.shift):
+        raise InputError(f"mean must be within [0, 1] as the images are, got {it.shift}; divide 0-255 values by 255")
+    if not all(value > 0 and math.isfinite(value) for value in it.scale):
+        raise InputError(f"std must be positive and finite, got {it.scale}")
+    if len(it.fill) != channels or not all(0 <= value <= 1 for value in it.fill):
+        raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {it.fill}")
+    if len(it.input_size) != 2 or min(it.input_size) < 1:
+        raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {it.input_size}")
+    require_one_of("interpolation", it.interpolation, get_args(Interpolation))
+    if not (it.crop_pct > 0 and math.isfinite(it.crop_pct)):
+        raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {it.crop_pct}")
+    if it.num_classes < 1:
+        raise InputError(f"num_classes must be at least 1, got {it.num_classes}; a classifier needs a head")
+    if names is not None and len(names) != it.num_classes:
+        raise InputError(f"{it.num_classes} classes need as many class names, got {len(names)}")
+    if names is not None and len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"class names must differ from each other, {twice!r} comes more than once")

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from patchproof.models import _state, _timm
 from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
-from patchproof.models._classifier import SETTINGS, ImageClassifier, rewrap, seeded
+from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
 from patchproof.models._hub import fetching
 from patchproof.models._own import build_own, is_own
 from patchproof.models._small import build_small
-from patchproof.models._state import SUFFIXES, first_line, head_classes, load_state, read_state, require_finite
-from patchproof.models._timm import build_timm, split_name, tags_of, trained_class_names
-from patchproof.models._zoo import build_zoo
+from patchproof.models._timm import ZOO, build_timm, split_name, tags_of, trained_class_names
 from patchproof.types import InputError, PatchproofError, Size
 
 HUB_PREFIXES = ("hf-hub:", "hf_hub:")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What load_classifier was asked for."""
+
+    model: str
+    weights: str
+    num_classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    input_size: Size | None = None
+    seed: int = 0
+
+    @property
+    def path(self) -> Path:
+        return Path(self.weights).expanduser()
 
 
 def load_classifier(
@@ -42,23 +58,38 @@ def load_classifier(
     that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree with it.
     """
     names = None if class_names is None else tuple(class_names)
-    request = _Request(model, weights, _agreed_classes(num_classes, names), names, input_size, seed)
+    if names is not None and num_classes not in (None, len(names)):
+        raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
+    classes = num_classes if names is None else len(names)
+    request = _Request(model, weights, classes, names, input_size, seed)
     with seeded(seed):
-        return _finish(_loader(request)(request), request)
+        return _finish(_find(request), request)
 
 
 def load_checkpoint(folder: Path) -> ImageClassifier:
     """The classifier that `save_checkpoint` wrote into `folder`; runs no code that the folder names."""
-    request = _Request(checkpoint_architecture(folder) or "", str(folder), None, None, None, 0)
+    request = _Request(checkpoint_architecture(folder) or "", str(folder))
     with seeded(request.seed):
         return _finish(_from_folder(request), request)
+
+
+def known_weights(model: str) -> str | None:
+    """The weights that a model has by itself: `zoo` or `pretrained`; None for those that have to be trained."""
+    if is_own(model):
+        return "pretrained"
+    if model == "small":
+        return None
+    name, tag = split_name(model)
+    if name == ZOO and not tag and importlib.util.find_spec(_timm.ZOO_PACKAGE):
+        return "zoo"
+    return "pretrained" if tags_of(name) else None
 
 
 def replace_head(
     classifier: ImageClassifier, num_classes: int, class_names: Sequence[str] | None, *, seed: int
 ) -> ImageClassifier:
     """A copy of the classifier with a fresh last layer for other classes, drawn from `seed`."""
-    module = copy.deepcopy(classifier.module)
+    module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
         raise InputError(
             f"{classifier.architecture} has no method reset_classifier(num_classes), so its last layer cannot be "
@@ -67,56 +98,45 @@ def replace_head(
     source = f"{classifier.source}, fresh head for {num_classes} classes"
     changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
     with seeded(seed):
-        module.reset_classifier(num_classes)  # type: ignore[operator]
+        module.reset_classifier(num_classes)
     module.to(classifier.mean.device, classifier.mean.dtype)
     return changed.train(classifier.training)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What load_classifier was asked for."""
-
-    model: str
-    weights: str
-    num_classes: int | None
-    class_names: tuple[str, ...] | None
-    input_size: Size | None
-    seed: int
-
-    @property
-    def path(self) -> Path:
-        return Path(self.weights).expanduser()
-
-    @property
-    def from_timm(self) -> bool:
-        return self.model != "small" and not is_own(self.model)
-
-
-def _agreed_classes(num_classes: int | None, names: tuple[str, ...] | None) -> int | None:
-    if num_classes is None:
-        return None if names is None else len(names)
-    if names is not None and len(names) != num_classes:
-        raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
-    return num_classes
-
-
-def _loader(request: _Request) -> Callable[[_Request], ImageClassifier]:
-    words = {"random": _from_seed, "pretrained": _from_default, "zoo": _from_zoo}
-    if request.model.startswith(HUB_PREFIXES):
-        raise InputError(f"{request.model} is a hub id: give it as the weights, and the architecture as the model")
-    if request.weights in words:
-        return words[request.weights]
-    if request.weights.startswith(HUB_PREFIXES):
-        return _from_hub
-    if request.from_timm and request.weights in tags_of(split_name(request.model)[0]):
-        return _from_tag
+def _find(request: _Request) -> ImageClassifier:
+    """What `weights` means: the words first, then timm's tags, folders and files that exist, and hub ids."""
+    model, weights = request.model, request.weights
+    if model.startswith(HUB_PREFIXES):
+        raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
+    if weights == "random":
+        classifier = _build(request, num_classes=request.num_classes)
+        return rewrap(classifier, source=f"random weights, seed {request.seed}")
+    if weights == "pretrained" and is_own(model):
+        return _build(request, num_classes=request.num_classes)
+    if weights == "pretrained" and model == "small":
+        raise InputError("`small` has no pretrained weights; train it (`patchproof train`), or give `random` or a file")
+    from_timm = model != "small" and not is_own(model)
+    if weights == "zoo":
+        if not from_timm:
+            raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}")
+        return _timm.build_zoo(model, input_size=request.input_size)
+    tags = tags_of(split_name(model)[0]) if from_timm else []
+    if weights in tags or (weights == "pretrained" and tags):
+        return _from_tag(request)
+    if weights.startswith(HUB_PREFIXES):
+        return _from_hub(request)
     if settled(request.path).is_dir():
-        return _from_folder
-    if request.path.is_file() or request.path.suffix.lower() in SUFFIXES:
-        return _from_file
-    if HUB_ID.fullmatch(request.weights):
-        return _from_hub
-    raise InputError(_unknown_weights(request))
+        return _from_folder(request)
+    if request.path.is_file() or request.path.suffix.lower() in _state.SUFFIXES:
+        return _from_file(request)
+    if HUB_ID.fullmatch(weights):
+        return _from_hub(request)
+    near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
+    listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
+    raise InputError(
+        f"unknown weights {weights!r} for {model}: expected `random`, {listed}a hub id (org/name), "
+        f"a file ({' '.join(_state.SUFFIXES)}) or a checkpoint folder"
+    )
 
 
 def _build(request: _Request, *, num_classes: int | None, **timm_or_small: Any) -> ImageClassifier:
@@ -130,38 +150,16 @@ def _build(request: _Request, *, num_classes: int | None, **timm_or_small: Any) 
     return build_timm(full_name, num_classes=num_classes or 1000, input_size=request.input_size, **timm_or_small)
 
 
-def _from_seed(request: _Request) -> ImageClassifier:
-    return rewrap(_build(request, num_classes=request.num_classes), source=f"random weights, seed {request.seed}")
-
-
-def _from_zoo(request: _Request) -> ImageClassifier:
-    if not request.from_timm:
-        raise InputError(f"the weights `zoo` are for tf_efficientnet_lite0, got model {request.model!r}")
-    return build_zoo(request.model, input_size=request.input_size)
-
-
-def _from_default(request: _Request) -> ImageClassifier:
-    """`pretrained`: what timm takes by default, or what a factory returned."""
-    if is_own(request.model):
-        return _build(request, num_classes=request.num_classes)
-    if request.model == "small":
-        raise InputError("`small` has no pretrained weights; train it (`patchproof train`), or give `random` or a file")
-    return _from_timm_tag(request, split_name(request.model)[1])
-
-
 def _from_tag(request: _Request) -> ImageClassifier:
-    named = request.model.partition(".")[2]
-    if named not in ("", request.weights):
-        raise InputError(f"the model names the tag {named}, the weights {request.weights}; give one of them")
-    return _from_timm_tag(request, request.weights)
-
-
-def _from_timm_tag(request: _Request, tag: str) -> ImageClassifier:
+    """`pretrained` (what timm takes by default, or the tag of the model's name) or a tag."""
     from timm.models import get_pretrained_cfg
 
-    name, tags = split_name(request.model)[0], tags_of(split_name(request.model)[0])
-    if not tags or tag not in ("", *tags):
-        raise InputError(_unknown_weights(request))
+    name, tag = split_name(request.model)
+    named = request.model.partition(".")[2]
+    if request.weights != "pretrained":
+        tag = request.weights
+        if named not in ("", tag):
+            raise InputError(f"the model names the tag {named}, the weights {tag}; give one of them")
     full_name = f"{name}.{tag}" if tag else name
     cfg: Any = get_pretrained_cfg(full_name)
     _require_head(full_name, cfg.num_classes, request)
@@ -184,11 +182,11 @@ def _from_hub(request: _Request) -> ImageClassifier:
 
 
 def _from_file(request: _Request) -> ImageClassifier:
-    state = read_state(request.path)
+    state = _state.read_state(request.path)
     classifier = _build(request, num_classes=request.num_classes)
-    if request.num_classes is None and (found := head_classes(classifier.module, state)):
+    if request.num_classes is None and (found := _state.head_classes(classifier.module, state)):
         classifier = _build(request, num_classes=found)
-    load_state(classifier.module, state, where=str(request.path))
+    _state.load_state(classifier.module, state, where=str(request.path))
     return rewrap(classifier, source=f"file {request.path}")
 
 
@@ -198,43 +196,32 @@ def _from_folder(request: _Request) -> ImageClassifier:
     _require_same_architecture(request.model, record["architecture"], where=str(request.path))
     _require_head(str(request.path), record["num_classes"], request)
     request = replace(request, input_size=request.input_size or tuple(record["input_size"]))
-    classifier = _rebuild(request, record)
-    load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
-    return rewrap(classifier, **_recorded(record, request))
-
-
-def _rebuild(request: _Request, record: Mapping[str, Any]) -> ImageClassifier:
     arguments = {"channels": len(record["mean"]), "model_args": record["model_args"]}
     try:
-        return _build(request, num_classes=record["num_classes"], **arguments)
+        classifier = _build(request, num_classes=record["num_classes"], **arguments)
+    except PatchproofError:
+        raise
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the arguments are anybody's
-        if isinstance(error, PatchproofError):
-            raise
-        raise InputError(f"{request.path} cannot be rebuilt ({first_line(error)}); take another checkpoint") from error
-
-
-def _recorded(record: Mapping[str, Any], request: _Request) -> dict[str, Any]:
-    kept = {name: record[name] for name in ("mean", "std", *SETTINGS)}
-    return kept | {"input_size": request.input_size, "source": f"checkpoint {request.path}"}
+        raise InputError(
+            f"{request.path} cannot be rebuilt ({_state.first_line(error)}); take another checkpoint"
+        ) from error
+    _state.load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
+    recorded = {name: record[name] for name in settings(classifier)}
+    return rewrap(classifier, **recorded | {"input_size": request.input_size, "source": f"checkpoint {request.path}"})
 
 
 def _finish(classifier: ImageClassifier, request: _Request) -> ImageClassifier:
-    require_finite(classifier.module, where=classifier.source)
-    if request.num_classes not in (None, classifier.num_classes):
-        raise InputError(_other_head(classifier.source, classifier.num_classes, request.num_classes))
-    if request.class_names is not None:
-        _require_same_order(request.class_names, classifier)
-        classifier = rewrap(classifier, class_names=request.class_names)
+    _state.require_finite(classifier.module, where=classifier.source)
+    _require_head(classifier.source, classifier.num_classes, request)
+    names, own = request.class_names, classifier.class_names
+    if names is not None:
+        if own is not None and names != own and set(names) == set(own):
+            raise InputError(
+                f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
+                "leave class_names out and use match_labels"
+            )
+        classifier = rewrap(classifier, class_names=names)
     return classifier.to("cpu", torch.float32).eval()
-
-
-def _require_same_order(names: tuple[str, ...], classifier: ImageClassifier) -> None:
-    own = classifier.class_names
-    if own is not None and names != own and set(names) == set(own):
-        raise InputError(
-            f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
-            "leave class_names out and use match_labels"
-        )
 
 
 def _require_head(where: str, found: int, request: _Request) -> None:
@@ -242,33 +229,15 @@ def _require_head(where: str, found: int, request: _Request) -> None:
     if found < 1:
         raise InputError(f"{where} has no classification head (it gives features); choose weights that have one")
     if request.num_classes not in (None, found):
-        raise InputError(_other_head(where, found, request.num_classes))
-
-
-def _other_head(where: str, found: int, wanted: int | None) -> str:
-    return (
-        f"{where} has {found} classes, the data set has {wanted}: fine-tune it first (`patchproof train`), "
-        "or leave num_classes out and match the classes by name"
-    )
+        raise _state.other_classes(where, found, request.num_classes)
 
 
 def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
-    if asked != found and _canonical(asked) != _canonical(found):
+    def canonical(model: str) -> str:
+        """One name for an architecture: without tag, without the folder that a factory's file is in."""
+        if is_own(model):
+            return Path(model).name
+        return model if model == "small" else split_name(model)[0]
+
+    if asked != found and canonical(asked) != canonical(found):
         raise InputError(f"{where} holds weights for {found}, but the model is {asked}; name the model {found}")
-
-
-def _canonical(model: str) -> str:
-    """One name for an architecture: without tag, without the folder that a factory's file lies in."""
-    if is_own(model):
-        return Path(model).name
-    return model if model == "small" else split_name(model)[0]
-
-
-def _unknown_weights(request: _Request) -> str:
-    tags = tags_of(split_name(request.model)[0]) if request.from_timm else []
-    near = difflib.get_close_matches(request.weights, tags, n=3, cutoff=0.3) or tags[:3]
-    listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
-    return (
-        f"unknown weights {request.weights!r} for {request.model}: expected `random`, {listed}"
-        f"a hub id (org/name), a file ({' '.join(SUFFIXES)}) or a checkpoint folder"
-    )

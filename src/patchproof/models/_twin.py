@@ -33,7 +33,9 @@ class Twin:
             return cls(None, _structure(module))
         if compiled:
             network.compile(dynamic=False)
-        return cls(network, _structure(module), _fingerprint(module))
+            if hasattr(network, "masked"):
+                network.masked = torch.compile(network.masked, dynamic=False)  # type: ignore[assignment, arg-type]
+        return cls(network, _structure(module), fingerprint(module))
 
     def resembles(self, module: nn.Module) -> bool:
         """Is it still a copy of this network, but for its weights?"""
@@ -43,7 +45,7 @@ class Twin:
         """The twin, with the weights that `module` has now."""
         if self.network is None:
             return None
-        now = _fingerprint(module)
+        now = fingerprint(module)
         if now != self.seen:
             mine, theirs = _tensors(self.network), _tensors(module)
             with torch.inference_mode(False), torch.no_grad():
@@ -56,11 +58,14 @@ class Twin:
 
 
 def _works(network: nn.Module, dtype: torch.dtype, input_shape: tuple[int, int, int]) -> bool:
-    """Some networks hold float32 constants of their own, and stumble over any other type."""
+    """Some networks hold float32 constants of their own, and fail in any other type."""
     device = next((t.device for t in _tensors(network)), torch.device("cpu"))
     try:
         with torch.inference_mode():
-            network(torch.zeros(1, *input_shape, dtype=dtype, device=device))
+            images = torch.zeros(1, *input_shape, dtype=dtype, device=device)
+            network(images)
+            if hasattr(network, "masked"):
+                network.masked(images, torch.ones_like(images[:, :1], dtype=torch.bool))  # type: ignore[operator]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, AssertionError, ValueError):
@@ -74,14 +79,12 @@ def _structure(module: nn.Module) -> Structure:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers; one shared by several modules as often as it is shared."""
-    parts = _parts(module)
-    held = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values())]
+    held = [t for part in _parts(module) for t in (*part._parameters.values(), *part._buffers.values())]
     return [tensor for tensor in held if tensor is not None]
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """The module and all below it, once each: what `modules()` yields, in a third of the time (this is asked before
-    every group of passes)."""
+    """What `modules()` yields, in a third of the time: this is asked before every group of passes."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for part in waiting.pop()._modules.values():
@@ -91,6 +94,6 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _fingerprint(module: nn.Module) -> Fingerprint:
+def fingerprint(module: nn.Module) -> Fingerprint:
     """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do; not with `.data`."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _tensors(module))

@@ -1,23 +1,27 @@
 """Run folders as pages, figures and tables that explain themselves."""
 
 from patchproof.report._build import Options, Report, build_report
-from patchproof.report._figures import Picture
-from patchproof.report._gallery import open_images
+from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
 from patchproof.report._page import notice_groups
-from patchproof.report._runs import CertifyRun, TrainRun, load_runs
-from patchproof.report._text import class_words
+from patchproof.report._tables import Cell, Column, Table, csv_text, markdown
 from patchproof.report._worst_masks import worst_masks
+from patchproof.runs._reading import class_words
 
 __all__ = [
-    "CertifyRun",
+    "Cell",
+    "Column",
     "Options",
     "Picture",
     "Report",
-    "TrainRun",
+    "Table",
     "build_report",
     "class_words",
-    "load_runs",
+    "csv_text",
+    "draw",
+    "error_line",
+    "markdown",
     "notice_groups",
-    "open_images",
+    "percent_axis",
+    "series_style",
     "worst_masks",
 ]

@@ -1,21 +1,31 @@
-"""Several certifications side by side, in the layout of the paper's tables."""
+"""Several certifications side by side, in the layout of the paper's tables, with the paper's numbers beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from patchproof.records import ACCURACIES, Rate
-from patchproof.report._lineage import Training
-from patchproof.report._paper import PaperNumber, paper_numbers
-from patchproof.report._runs import CertifyRun
-from patchproof.report._tables import Cell, Column, Table, cell_text
-from patchproof.report._text import percent
+from patchproof.geometry import parse_patches
+from patchproof.recipes import ARCHITECTURES, recipes
+from patchproof.report._content import guarantee_note
+from patchproof.report._lineage import Lineage
+from patchproof.report._tables import Cell, Column, Table, cell_text, percent
+from patchproof.runs._reading import StoredCertification, shortened
+from patchproof.runs._record import ACCURACIES, Rate
 from patchproof.training import STRATEGIES
+from patchproof.types import Size
+
+PAPER_INPUT: Size = (224, 224)
+FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "resnet": ("ResNet", ("resnet", "resnext", "wide_resnet")),
+    "vit": ("ViT", ("vit", "deit")),
+    "convnext": ("ConvNeXt", ("convnext",)),
+}
+"""The paper's families: their names, and how timm's names of their members begin."""
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
-COMMON = ("data set", "architecture", "masks", "patch", "images")
+COMMON = ("data set", "architecture", "defence", "guarantee", "masks", "patch", "images")
 CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
@@ -23,48 +33,85 @@ CONTEXT = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class PaperNumber:
+    """Percentages of the paper; `context` says what differs from our run, None for the same architecture."""
+
+    certified: float
+    defended: float | None
+    context: str | None
+
+
+def paper_numbers(run: StoredCertification, strategy: str | None) -> list[PaperNumber]:
+    """The paper's cell with the data set, strategy, masks and patch of this run; where the architecture is none of the
+    paper's, those of its three families, as context."""
+    size, dataset = run.image_size, run.dataset
+    if strategy is None or run.native or run.defense != "patchcleanser" or size is None:
+        return []
+    if dataset.startswith("imagenette"):  # its folders are called imagenette2, imagenette2-320 and imagenette2-160
+        dataset = "imagenette"
+    name = run.architecture.lower()
+    own = [family for family, (_, beginnings) in FAMILIES.items() if name.startswith(beginnings)]
+    found = []
+    for family in own or FAMILIES:
+        recipe = recipes().get(f"{dataset}-{family}-{strategy}")
+        different = [FAMILIES[family][0]] if run.architecture.split(".")[0] != ARCHITECTURES[family].model else []
+        different += ["224×224"] if size != PAPER_INPUT else []
+        for cell in recipe.expectations if recipe else ():
+            if not cell.patch.endswith("%") and size != PAPER_INPUT:
+                continue  # the paper's pixels are those of 224×224
+            if run.axes == (cell.masks, cell.masks) and run.patch_sizes == parse_patches(cell.patch, size):
+                found.append(PaperNumber(cell.certified, cell.defended, ", ".join(different) or None))
+    return found
+
+
+def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
+    """`93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others."""
+    known = [(number.context, getattr(number, name)) for number in numbers if getattr(number, name) is not None]
+    own = [percent(value / 100) for context, value in known if context is None]
+    others = ", ".join(f"{context} {percent(value / 100)}" for context, value in known)
+    return own[0] if own else f"({others})" if others else None
+
+
+@dataclass(frozen=True)
+class TracedRun:
     """A run with how its classifier was trained."""
 
-    run: CertifyRun
-    training: Training
+    run: StoredCertification
+    lineage: Lineage
 
     @property
     def label(self) -> str:
-        return self.training.label if self.training.strategy else f"{self.training.label} †"
+        return self.lineage.label if self.lineage.strategy else f"{self.lineage.label} †"
 
     @property
     def certified(self) -> Rate:
         return self.run.rates["certified"]
 
-    @property
-    def images(self) -> str:
-        """Which images, in words."""
-        return f"{self.run.facts.dataset}, n = {self.certified.n:,}"
-
     @cached_property
     def paper(self) -> list[PaperNumber]:
-        return paper_numbers(self.run.facts, self.training.strategy)
+        return paper_numbers(self.run, self.lineage.strategy)
 
     @property
-    def setting(self) -> str:
-        """The column of the paper's layout that the run belongs to."""
-        facts = self.run.facts
-        return f"{facts.dataset} · {facts.architecture} · {facts.masks_words} · {facts.patch_words}"
+    def defense_words(self) -> str:
+        return f"{self.run.defense} ({self.run.guarantee})"
 
 
-def runs_table(entries: Sequence[Entry]) -> Table:
-    """One row a run, with everything that tells it from the others."""
-    heads = ("run", "strategy", "data set", "architecture", "masks", "patch", "images")
-    columns = (*map(Column, heads), *map(Column, ACCURACIES), Column("passes an image"), Column("seconds"))
-    rows = tuple((*_identity(entry), *_numbers(entry)) for entry in entries)
-    return Table("runs", "The runs", columns, rows, _notes(entries, paper=False))
+def runs_table(traced: Sequence[TracedRun]) -> Table:
+    """One row per run, with everything in which it may differ from the others."""
+    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds")
+    rows: list[tuple[Cell, ...]] = []
+    for one in traced:
+        run = one.run
+        facts = run.dataset, run.architecture, run.defense, run.guarantee, run.masks_words, run.patch_words
+        passes = sum(record.forwards for record in run.good) / len(run.good) if run.good else None
+        found = (run.rates.get(name) for name in ACCURACIES)
+        rows.append((run.name, one.label, *facts, one.certified.n, *found, passes, run.seconds))
+    return Table("runs", "The runs", tuple(map(Column, heads)), tuple(rows), _notes(traced))
 
 
 def concise(table: Table) -> Table:
     """Without the columns of facts that are the same in every row: a note says them once, and the accuracies fit."""
-    facts = [i for i, column in enumerate(table.columns) if column.name in COMMON]
-    same = [i for i in facts if len({row[i] for row in table.rows}) == 1]
+    same = [i for i, c in enumerate(table.columns) if c.name in COMMON and len({row[i] for row in table.rows}) == 1]
     if len(table.rows) < 2 or not same:
         return table
     said = ", ".join(f"{table.columns[i].name} {cell_text(table.rows[0][i])}" for i in same)
@@ -74,99 +121,71 @@ def concise(table: Table) -> Table:
     return Table(table.key, table.title, columns, rows, (f"The same for all: {said}.", *table.notes))
 
 
-def _identity(entry: Entry) -> tuple[Cell, ...]:
-    facts = entry.run.facts
-    where = facts.dataset, facts.architecture, facts.masks_words, facts.patch_words
-    return entry.run.name, entry.label, *where, entry.certified.n
+def paper_table(traced: Sequence[TracedRun]) -> Table:
+    """Rows are strategies; each setting has columns for the defended and the certified accuracy, and the paper's.
 
-
-def _numbers(entry: Entry) -> tuple[Cell, ...]:
-    good = entry.run.good
-    passes = sum(record.forwards for record in good) / len(good) if good else None
-    return *(entry.run.rates[name] for name in ACCURACIES), passes, entry.run.seconds
-
-
-def paper_table(entries: Sequence[Entry]) -> Table:
-    """Rows are strategies; each setting has columns for the defended and the certified accuracy, and the paper's."""
-    settings = list(dict.fromkeys(entry.setting for entry in entries))
-    cells = _cells(entries)
-    labels = sorted({row for row, _ in cells}, key=_row_order)
+    A second run of the same strategy in the same setting goes to a second row.
+    """
+    named = len({one.defense_words for one in traced}) > 1
+    settings: dict[str, list[TracedRun]] = {}
+    cells: dict[tuple[tuple[str, int], str], TracedRun] = {}
+    for one in traced:
+        facts = [one.run.dataset, one.run.architecture, one.run.masks_words, one.run.patch_words]
+        setting = " · ".join([*facts[:2], *([one.defense_words] if named else []), *facts[2:]])
+        settings.setdefault(setting, []).append(one)
+        number = 1
+        while ((one.label, number), setting) in cells:
+            number += 1
+        cells[(one.label, number), setting] = one
     columns, picks = [Column("strategy")], []
-    for setting in settings:
-        for name, pick in _setting_columns([e for e in entries if e.setting == setting]):
+    for setting, runs in settings.items():
+        for name, pick in _setting_columns(runs):
             columns.append(Column(name, group=setting))
             picks.append((setting, pick))
-    rows = tuple((_row_name(row), *(_cell(cells.get((row, s)), pick) for s, pick in picks)) for row in labels)
-    return Table("comparison", "Defended and certified accuracy", tuple(columns), rows, _notes(entries, paper=True))
+    rows = []
+    for row in sorted({row for row, _ in cells}, key=lambda row: (*strategy_order(row[0]), row[1])):
+        found = [(cells.get((row, setting)), pick) for setting, pick in picks]
+        name = row[0] if row[1] == 1 else f"{row[0]} (run {row[1]})"
+        rows.append((name, *(None if one is None else pick(one) for one, pick in found)))
+    notes = (*_notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
+    return Table("comparison", "Defended and certified accuracy", tuple(columns), tuple(rows), notes)
 
 
-Pick = Callable[[Entry], Cell]
-Row = tuple[str, int]
-
-
-def _cells(entries: Sequence[Entry]) -> dict[tuple[Row, str], Entry]:
-    """Entries by row and setting; a second run of the same strategy in the same setting goes to a second row."""
-    cells: dict[tuple[Row, str], Entry] = {}
-    for entry in entries:
-        number = 1
-        while ((entry.label, number), entry.setting) in cells:
-            number += 1
-        cells[(entry.label, number), entry.setting] = entry
-    return cells
-
-
-def _row_order(row: Row) -> tuple[int, str, int]:
+def strategy_order(label: str) -> tuple[int, str]:
     """Strategies in the paper's order, then the rest by name."""
     known = list(STRATEGIES)
-    return known.index(row[0]) if row[0] in known else len(known), *row
+    return known.index(label) if label in known else len(known), label
 
 
-def _row_name(row: Row) -> str:
-    return row[0] if row[1] == 1 else f"{row[0]} (run {row[1]})"
-
-
-def _setting_columns(entries: Sequence[Entry]) -> list[tuple[str, Pick]]:
-    columns: list[tuple[str, Pick]] = [("defended", lambda entry: entry.run.rates["defended"])]
-    if any(number.defended is not None for entry in entries for number in entry.paper):
-        columns.append(("paper", lambda entry: paper_words(entry.paper, "defended")))
-    columns.append(("certified", lambda entry: entry.certified))
-    if any(entry.paper for entry in entries):
-        columns.append(("paper", lambda entry: paper_words(entry.paper, "certified")))
+def _setting_columns(traced: Sequence[TracedRun]) -> list[tuple[str, Callable[[TracedRun], Cell]]]:
+    columns: list[tuple[str, Callable[[TracedRun], Cell]]] = [("defended", lambda one: one.run.rates["defended"])]
+    if any(number.defended is not None for one in traced for number in one.paper):
+        columns.append(("paper", lambda one: paper_words(one.paper, "defended")))
+    columns.append(("certified", lambda one: one.certified))
+    if any(one.paper for one in traced):
+        columns.append(("paper", lambda one: paper_words(one.paper, "certified")))
     return columns
 
 
-def _cell(entry: Entry | None, pick: Pick) -> Cell:
-    return None if entry is None else pick(entry)
+def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
+    unknown = any(one.lineage.strategy is None for one in traced)
+    about = f"Rates with exact 95% intervals; {guarantee_note(one.run for one in traced)}"
+    return (about, NO_NAME) if unknown else (about,)
 
 
-def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
-    """`93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others."""
-    own = [getattr(n, name) for n in numbers if n.context is None]
-    if own and own[0] is not None:
-        return percent(own[0] / 100)
-    others = [f"{n.context} {percent(getattr(n, name) / 100)}" for n in numbers if getattr(n, name) is not None]
-    return f"({', '.join(others)})" if others else None
-
-
-def _notes(entries: Sequence[Entry], *, paper: bool) -> tuple[str, ...]:
-    notes = ["Rates with exact 95% intervals."]
-    if paper and any(entry.paper for entry in entries):
-        notes.append(CONTEXT)
-    if any(entry.training.strategy is None for entry in entries):
-        notes.append(NO_NAME)
-    return tuple(notes)
-
-
-def mixed_notices(entries: Sequence[Entry]) -> list[str]:
+def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
     """What keeps the runs from being compared number by number."""
-    facts = [entry.run.facts for entry in entries]
-    if len({f.data_sha256 for f in facts}) > 1:
-        sets = ", ".join(sorted({f.dataset for f in facts}))
-        return [f"mixed: the runs are not about the same images ({sets}); compare only within a data set"]
-    notices = []
-    if len({frozenset(r.index for r in entry.run.good) for entry in entries}) > 1:
-        counts = ", ".join(sorted({f"{entry.certified.n:,}" for entry in entries}))
+    runs, notices = [one.run for one in traced], []
+    if len({run.guarantee for run in runs}) > 1:
+        names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}
+        named = ", ".join(f"{kind} ({shortened(', '.join(found), 60)})" for kind, found in names.items())
+        notices.append(f"mixed: {named}; certified detection and certified recovery are not comparable")
+    if len({run.data_sha256 for run in runs}) > 1:
+        sets = ", ".join(sorted({run.dataset for run in runs}))
+        return [*notices, f"mixed: the runs are not about the same images ({sets}); compare only within a data set"]
+    if len({frozenset(record.index for record in run.good) for run in runs}) > 1:
+        counts = ", ".join(sorted({f"{one.certified.n:,}" for one in traced}))
         notices.append(f"mixed: the runs cover different images of the same data set (n = {counts})")
-    if len({f.native for f in facts}) > 1:
+    if len({run.native for run in runs}) > 1:
         notices.append("mixed: some patches are measured on the original image, others at the network input")
     return notices

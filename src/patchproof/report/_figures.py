@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from patchproof.records import Rate
+from patchproof.runs._record import Rate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -38,10 +38,9 @@ TITLE_WIDTH = 46
 """Letters of a title that fit into one line."""
 
 STYLE: dict[str, Any] = {
-    "axes.edgecolor": INK,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
@@ -60,10 +59,7 @@ STYLE: dict[str, Any] = {
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "patchproof",
-    "text.color": INK,
     "text.parse_math": False,  # a class may be called $5
-    "xtick.color": INK,
-    "ytick.color": INK,
 }
 UNSTAMPED = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
 
@@ -125,21 +121,13 @@ def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         plot(axes)
-        axes.set_title(_in_lines(title))
+        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), TITLE_WIDTH)  # `n = 400` stays on one line
+        axes.set_title(lines.replace("\u00a0", " "))
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            figure.legend(handles, labels, loc="outside lower left", ncols=_legend_columns(labels))
+            columns = max(1, min(3, 64 // (max(map(len, labels)) + 6)))
+            figure.legend(handles, labels, loc="outside lower left", ncols=columns)
         return Picture(key, title, alt, figure)
-
-
-def _in_lines(title: str) -> str:
-    """In lines that fit; `n = 400` is not torn apart."""
-    whole = title.replace(" = ", "\u00a0=\u00a0")
-    return textwrap.fill(whole, TITLE_WIDTH).replace("\u00a0", " ")
-
-
-def _legend_columns(labels: Sequence[str]) -> int:
-    return max(1, min(3, 64 // (max(map(len, labels)) + 6)))
 
 
 def errors(rates: Sequence[Rate]) -> list[list[float]]:
@@ -196,21 +184,13 @@ def error_line(
 
 
 def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
-    """Rates as hatched bars between consecutive edges, with their 95% intervals."""
-    left = list(edges[:-1])
-    width = [b - a for a, b in itertools.pairwise(edges)]
-    shown = [i for i, rate in enumerate(rates) if rate.k]
-    axes.bar(
-        [left[i] for i in shown],
-        [100 * rates[i].rate for i in shown],
-        width=[width[i] for i in shown],
-        align="edge",
-        facecolor=FILLS[number][0],
-        edgecolor=COLOURS[number],
-        hatch=FILLS[number][1],
-        linewidth=0.8,
-        label=label,
-    )
-    chosen = [rates[i] for i in shown]
-    middles = [left[i] + width[i] / 2 for i in shown]
+    """Rates as full or hatched bars between consecutive edges, with their 95% intervals; none for nothing."""
+    shown = [
+        (left, right, rate) for (left, right), rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k
+    ]
+    chosen = [rate for _, _, rate in shown]
+    middles, widths = [(left + right) / 2 for left, right, _ in shown], [right - left for left, right, _ in shown]
+    face, hatch = FILLS[number]
+    look: dict[str, Any] = {"facecolor": face, "edgecolor": COLOURS[number], "hatch": hatch, "linewidth": 0.8}
+    axes.bar(middles, percents(chosen), width=widths, label=label, **look)
     axes.errorbar(middles, percents(chosen), yerr=errors(chosen), fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)

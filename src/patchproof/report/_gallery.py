@@ -1,50 +1,44 @@
-"""Images of a run beside what the network saw of them: the copy under the two masks that decided."""
+"""Images of a run, beside what the network saw of them where the records say so: the copy under the deciding masks."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from patchproof.data import BadImageError, ImageSource, open_dataset, preprocess
+from patchproof.data import BadImageError, ImageSource, preprocess
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, occlude
-from patchproof.records import AttackRecord, Record
-from patchproof.report._facts import Facts
-from patchproof.report._runs import CertifyRun
-from patchproof.report._text import printable
+from patchproof.runs._reading import StoredCertification, count_words, printable
+from patchproof.runs._record import Record
 from patchproof.types import PatchproofError, Preprocessing, Size
 
 SMALL = 64
 """Images up to this side are kept pixel by pixel; larger ones as JPEG, no larger than LARGEST."""
 
 LARGEST = 224
-ELSEWHERE = "name where they lie now with --dataset or --data-dir"
 
 
 @dataclass(frozen=True)
 class Card:
-    """One image: as the network would see it, and under its witness; what was true, answered, and by how much."""
+    """One image as the network sees it; beside it, where something was hidden from it, that copy and its answer."""
 
     title: str
     label: str
-    answered: str
     margin: str
-    image: str
-    masked: str
-    rects: tuple[Rect, ...]
-    size: Size
     certified: bool
-    how: str = "under two masks"
-    """What was done to the right one."""
+    image: str
+    size: Size
+    masked: str | None = None
+    rects: tuple[Rect, ...] = ()
+    how: str = ""
+    answered: str | None = None
 
     @property
     def right(self) -> bool:
@@ -62,169 +56,97 @@ class Card:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Certified images and failures, each from the narrowest to the widest margin; or why there are none."""
+    """Titles and their cards; a notice where images are missing."""
 
-    certified: tuple[Card, ...] = ()
-    failures: tuple[Card, ...] = ()
-    changed: tuple[Card, ...] = ()
+    groups: tuple[tuple[str, tuple[Card, ...]], ...] = ()
     notice: str | None = None
 
-    @property
-    def groups(self) -> list[tuple[str, tuple[Card, ...]]]:
-        named = ("Certified", self.certified), ("Not certified", self.failures), ("Changed by a patch", self.changed)
-        return [(title, cards) for title, cards in named if cards]
+
+def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
+    """`count` certified images and `count` others, evenly spaced in the order of their margins."""
+    groups, chosen = [], 0
+    for title, certified in (("Certified", True), ("Not certified", False)):
+        kind = [record for record in run.good if bool(record.certified) == certified]
+        ordered = sorted(kind, key=lambda record: (abs(record.margin or 0.0), record.index))
+        if len(ordered) > count:
+            ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
+        chosen += len(ordered)
+        cards = [_card(run, source, record) for record in ordered]
+        groups.append((title, tuple(card for card in cards if card is not None)))
+    missing = chosen - sum(len(cards) for _, cards in groups)
+    notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
+    return Gallery(tuple(group for group in groups if group[1]), notice)
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images of a run, read as the run read them."""
-
-    source: ImageSource
-    preprocessing: Preprocessing
-    masks: MaskSet
-    fill: tuple[float, ...]
+def attacked_gallery(run: StoredCertification, source: ImageSource, records: Iterable[Record]) -> Gallery | None:
+    """Images whose answer a patch changed, with its place; None where none can be shown."""
+    cards = [card for record in records if (card := _card(run, source, record, changed=True)) is not None]
+    return Gallery((("Changed by a patch", tuple(cards)),)) if cards else None
 
 
-def make_gallery(run: CertifyRun, count: int, *, dataset: str | None, data_dir: Path | None) -> Gallery:
-    """`count` certified images and `count` failures, evenly spaced in the order of their margins."""
-    if not run.good:
-        return Gallery(notice="There is no record of an image that could be shown.")
-    found = open_images(run.facts, dataset=dataset, data_dir=data_dir)
-    if isinstance(found, str):
-        return Gallery(notice=found)
-    certified, failures = (_chosen(run.good, count, certified=kind) for kind in (True, False))
-    gallery = Gallery(tuple(_cards(run, found, certified)), tuple(_cards(run, found, failures)))
-    missing = len(certified) + len(failures) - len(gallery.certified) - len(gallery.failures)
-    return (
-        replace(gallery, notice=f"{missing} chosen images cannot be read or have no witness.") if missing else gallery
+def _card(run: StoredCertification, source: ImageSource, record: Record, *, changed: bool = False) -> Card | None:
+    """None where the image cannot be read or is not the record's, or the place of its patch is not inside it."""
+    if record.index >= len(source) or source.path(record.index) != record.path:
+        return None
+    try:
+        pixels = preprocess(source.load(record.index), run.preprocessing or Preprocessing(resize=None))
+    except (BadImageError, PatchproofError, OSError):
+        return None
+    image = as_images(pixels[None], "cpu")[0]
+    size = int(image.shape[1]), int(image.shape[2])
+    if size != (run.image_size or size) or len(image) not in (1, 3):
+        return None
+    rects, answer, how = witness(run, record)
+    if changed:
+        assert record.attack is not None
+        assert record.attack.place is not None
+        rects, answer, how = (Rect(*record.attack.place),), record.attack.attacked_label, "where the patch was"
+        if not (rects[0].height and rects[0].width and Rect(0, 0, *size).contains(rects[0])):
+            return None
+    return Card(
+        title=printable(record.path),
+        label=run.class_name(record.label),
+        margin="–" if record.margin is None else f"{record.margin:+.3g}",
+        certified=bool(record.certified),
+        image=data_uri(image),
+        size=size,
+        masked=data_uri(hidden(image, rects, run.fill)) if rects else None,
+        rects=rects,
+        how=how,
+        answered=run.class_name(answer) if rects and answer is not None else None,
     )
 
 
-def attacked_gallery(
-    run: CertifyRun, records: Sequence[AttackRecord], count: int, *, dataset: str | None, data_dir: Path | None
-) -> Gallery | None:
-    """Up to `count` images whose answer a patch changed, with its place; None where there are none to show."""
-    found = open_images(run.facts, dataset=dataset, data_dir=data_dir) if records and count else ""
-    if isinstance(found, str):
-        return None
-    return Gallery(changed=tuple(_changed_cards(run, found, records[:count])))
+def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None, str]:
+    """The masks of the record's witness, each once, the label it answered, and what was done in words."""
+    found = record.evidence.get("witness")
+    masks, label = (found.get("masks"), found.get("label")) if isinstance(found, Mapping) else (None, None)
+    if run.masks is None or not isinstance(masks, list):
+        return (), None, ""
+    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
+        return (), None, ""
+    rects = tuple(run.masks.rects[number] for number in dict.fromkeys(masks))
+    return rects, label if type(label) is int else None, f"under {count_words(len(rects), 'mask', 'masks')}"
 
 
-def _changed_cards(run: CertifyRun, images: Images, records: Sequence[AttackRecord]) -> Iterator[Card]:
-    for record in records:
-        pixels = _pixels(images, record)
-        if pixels is None or record.place is None or record.attacked_label is None:
-            continue
-        rect = Rect(*record.place)
-        if not (rect.height and rect.width and Rect(0, 0, *images.masks.image_size).contains(rect)):
-            continue
-        yield Card(
-            title=printable(record.path),
-            label=run.class_name(record.label),
-            answered=run.class_name(record.attacked_label),
-            margin="–" if record.margin is None else f"{record.margin:+.3g}",
-            image=data_uri(pixels),
-            masked=data_uri(masked_pixels(pixels, (rect,), images.fill)),
-            rects=(rect,),
-            size=(int(pixels.shape[1]), int(pixels.shape[2])),
-            certified=bool(record.certified),
-            how="where the patch lay",
-        )
+def hidden(
+    image: Float[Tensor, "c h w"], rects: Sequence[Rect], fill: Sequence[float] | None
+) -> Float[Tensor, "c h w"]:
+    """x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none."""
+    keep = MaskSet((int(image.shape[1]), int(image.shape[2])), tuple(rects)).keep().all(dim=0)
+    colour = fill if fill is not None and len(fill) == len(image) else (0.5,) * len(image)
+    return occlude(image, keep, torch.tensor(colour)[:, None, None])
 
 
-def open_images(facts: Facts, *, dataset: str | None, data_dir: Path | None) -> Images | str:
-    """The run's images if they are still there and the same, else the reason in words."""
-    name = dataset or _text(facts.config.get("dataset"))
-    if facts.masks is None or facts.preprocessing is None or not facts.fill or name is None:
-        return "The manifest does not say how the images were read and masked, so none are shown."
-    own = _text(facts.config.get("data_dir"))
-    place = data_dir or (Path(own) if own else None)
-    reason = ""
-    for split in dict.fromkeys((_text(facts.config.get("split")), None)):  # a folder named now may have no splits
-        found = _same_images(facts, name, place, split)
-        if not isinstance(found, str):
-            return Images(found, facts.preprocessing, facts.masks, facts.fill)
-        reason = reason or found
-    return f"{reason}; {ELSEWHERE}."
-
-
-def _same_images(facts: Facts, name: str, place: Path | None, split: str | None) -> ImageSource | str:
-    try:
-        source = open_dataset(name, data_dir=place, split=split)
-        digest = source.listing_sha256()
-    except (PatchproofError, OSError) as error:
-        return f"The images are not there any more ({printable(str(error))})"
-    if digest == facts.data_sha256:
-        return source
-    return f"The images in {printable(name)} are not those of the run (another sha256 of the listing): none are shown"
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _chosen(records: Sequence[Record], count: int, *, certified: bool) -> list[Record]:
-    """Evenly spaced by margin, so that close calls and clear ones are both there."""
-    kind = [r for r in records if bool(r.certified) == certified and r.margin is not None]
-    ordered = sorted(kind, key=lambda record: (abs(record.margin or 0.0), record.index))
-    if len(ordered) <= count:
-        return ordered
-    return [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-
-
-def _cards(run: CertifyRun, images: Images, records: Sequence[Record]) -> Iterator[Card]:
-    for record in records:
-        pixels = _pixels(images, record)
-        rects = _witness_rects(images.masks, record)
-        if pixels is not None and rects and record.witness is not None:
-            yield Card(
-                title=printable(record.path),
-                label=run.class_name(record.label),
-                answered=run.class_name(record.witness.label),
-                margin=f"{record.margin:+.3g}",
-                image=data_uri(pixels),
-                masked=data_uri(masked_pixels(pixels, rects, images.fill)),
-                rects=rects,
-                size=(int(pixels.shape[1]), int(pixels.shape[2])),
-                certified=bool(record.certified),
-            )
-
-
-def _pixels(images: Images, record: Record) -> UInt8[Tensor, "3 h w"] | None:
-    """The network input in 8 bits; None where the image cannot be read or is not the record's."""
-    if record.index >= len(images.source) or images.source.path(record.index) != record.path:
-        return None
-    try:
-        pixels = preprocess(images.source.load(record.index), images.preprocessing)
-    except (BadImageError, PatchproofError, OSError):
-        return None
-    return pixels if tuple(pixels.shape[1:]) == images.masks.image_size else None
-
-
-def _witness_rects(masks: MaskSet, record: Record) -> tuple[Rect, ...]:
-    """The masks of the witness, each once; none where the mask set has no such masks."""
-    if record.witness is None or max(record.witness.masks) >= len(masks):
-        return ()
-    return tuple(masks.rects[i] for i in dict.fromkeys(record.witness.masks))
-
-
-def masked_pixels(
-    pixels: UInt8[Tensor, "c h w"], rects: Sequence[Rect], fill: Sequence[float]
-) -> UInt8[Tensor, "c h w"]:
-    """x ⊙ m0 ⊙ m1 with the run's fill, in 8 bits."""
-    size = int(pixels.shape[1]), int(pixels.shape[2])
-    keep = MaskSet(size, tuple(rects)).keep().all(dim=0)
-    shown = occlude(as_images(pixels[None], "cpu")[0], keep, torch.tensor(fill)[:, None, None])
-    return shown.mul(255).round().to(torch.uint8)
-
-
-def data_uri(pixels: UInt8[Tensor, "3 h w"]) -> str:
-    """The image inside the page itself."""
-    image, file = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()), io.BytesIO()
-    if max(image.size) <= SMALL:
-        image.save(file, "PNG", optimize=True)
+def data_uri(image: Float[Tensor, "c h w"]) -> str:
+    """The image inside the page itself, in 8 bits."""
+    pixels = image.mul(255).round().to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).contiguous()
+    picture, file = Image.fromarray(pixels.numpy()), io.BytesIO()
+    if max(picture.size) <= SMALL:
+        picture.save(file, "PNG", optimize=True)
+        kind = "png"
     else:
-        image.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-        image.save(file, "JPEG", quality=86, optimize=True)
-    kind = "png" if max(image.size) <= SMALL else "jpeg"
+        picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+        picture.save(file, "JPEG", quality=86, optimize=True)
+        kind = "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

@@ -9,12 +9,11 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from patchproof import __version__
-from patchproof.records import Rate
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import Gallery
-from patchproof.report._tables import Table
-from patchproof.report._text import percent
+from patchproof.report._tables import Table, interval_words, percent
+from patchproof.runs._record import Rate
+from patchproof.version import __version__
 
 GENERATOR = "patchproof report"
 """What the page's head says it was made by; an earlier report is known by it."""
@@ -53,56 +52,31 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """An accuracy in large type."""
-
-    name: str
-    meaning: str
-    rate: Rate
-
-    @property
-    def value(self) -> str:
-        return percent(self.rate.rate) if self.rate.n else "–"
-
-    @property
-    def interval(self) -> str:
-        low, high = self.rate.interval
-        return f"{100 * low:.1f}–{percent(high)}"
-
-
-@dataclass(frozen=True)
 class Page:
     title: str
     subtitle: str
     notices: Sequence[Notice]
-    tiles: Sequence[Tile]
+    tiles: Sequence[tuple[str, str, Rate]]
+    """Accuracies in large type: name, meaning, rate."""
     sections: Sequence[Section]
 
 
 def render(page: Page) -> str:
     """The page as HTML; every text is escaped, only the figures' own SVG is not."""
-    template = _environment().from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["svg"] = lambda picture: Markup(picture.inline)
+    environment.filters |= {"percent": percent, "interval": interval_words}
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     return template.render(page=page, groups=notice_groups(page.notices), generator=GENERATOR, version=__version__)
 
 
-def _environment() -> Environment:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["svg"] = lambda picture: Markup(picture.inline)
-    return environment
-
-
 def notice_groups(notices: Sequence[Notice]) -> dict[str, list[str]]:
-    """Whom it concerns, in words -> what is to be said; what is true of several runs is said once."""
+    """The runs concerned, in words -> what is to be said; what is true of several runs is said once."""
     runs: dict[str, list[str]] = {}
     for notice in notices:
         runs.setdefault(notice.text, []).append(notice.run)
     groups: dict[str, list[str]] = {}
     for text, names in runs.items():
-        groups.setdefault(_names_words(names), []).append(text)
+        more = f" and {len(names) - NAMED + 1} more" if len(names) > NAMED else ""
+        groups.setdefault(", ".join(names[: NAMED - 1] if more else names) + more, []).append(text)
     return groups
-
-
-def _names_words(names: Sequence[str]) -> str:
-    if len(names) <= NAMED:
-        return ", ".join(names)
-    return f"{', '.join(names[: NAMED - 1])} and {len(names) - NAMED + 1} more"

@@ -1,18 +1,34 @@
-"""One table, rendered as Markdown, CSV, LaTeX or rows of HTML cells."""
+"""One table, rendered as Markdown, CSV, LaTeX or rows of HTML cells; numbers in words, the same everywhere."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from patchproof.records import Rate
-from patchproof.report._text import rate_words
+from patchproof.runs._record import Rate
 
 Cell = str | int | float | Rate | None
-RATE_COLUMNS = ("k", "n", "rate", "low", "high")
+
+
+def percent(rate: float) -> str:
+    return f"{100 * rate:.1f}%"
+
+
+def interval_words(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{100 * low:.1f}–{percent(high)}"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 @dataclass(frozen=True)
@@ -38,17 +54,12 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        wrong = [row for row in self.rows if len(row) != len(self.columns)]
-        if wrong:
-            raise ValueError(f"table {self.key}: a row has {len(wrong[0])} cells for {len(self.columns)} columns")
-
     @property
     def groups(self) -> list[tuple[str, int]]:
         """The headings above the columns with how many each spans; empty where no column has one."""
         found: list[tuple[str, int]] = []
         for column in self.columns:
-            if found and found[-1][0] == column.group and column.group:
+            if found and found[-1][0] == column.group != "":
                 found[-1] = (column.group, found[-1][1] + 1)
             else:
                 found.append((column.group, 1))
@@ -64,72 +75,49 @@ class Table:
 
 
 def cell_text(cell: Cell, digits: int = 1) -> str:
+    """A rate as `62.3% (57.3–67.0%)`; no percentage of nothing."""
     if cell is None:
         return "–"
     if isinstance(cell, Rate):
-        return rate_words(cell)
+        return f"{percent(cell.rate)} ({interval_words(cell)})" if cell.n else "no images"
     if isinstance(cell, float):
         return f"{round(cell, digits) + 0.0:,.{digits}f}"  # + 0.0: no minus before a zero
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
 def markdown(table: Table) -> str:
-    heads = [_markdown_text(column.full_name) for column in table.columns]
+    def escaped(text: str) -> str:
+        """Without what Markdown, or the HTML inside it, would read as something else."""
+        marked = re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
+        return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+    heads = [escaped(column.full_name) for column in table.columns]
     rule = ["---:" if table.is_number(i) else "---" for i in range(len(heads))]
-    rows = [[_markdown_text(text) for text in row] for row in table.texts()]
+    rows = [[escaped(text) for text in row] for row in table.texts()]
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
-    notes = [f"\n{_markdown_text(note)}" for note in table.notes]
-    return "\n".join([f"**{_markdown_text(table.title)}**", "", *lines, *notes]) + "\n"
-
-
-def _markdown_text(text: str) -> str:
-    """With the characters escaped that Markdown or the HTML inside it would read as something else."""
-    escaped = re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
-    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    notes = [f"\n{escaped(note)}" for note in table.notes]
+    return "\n".join([f"**{escaped(table.title)}**", "", *lines, *notes]) + "\n"
 
 
 def csv_text(table: Table) -> str:
-    """Numbers in full; rates as shares of 1."""
+    """Numbers in full; rates as shares of 1, in five columns."""
+    parts = ("k", "n", "rate", "low", "high")
     rates = [any(isinstance(row[i], Rate) for row in table.rows) for i in range(len(table.columns))]
-    heads = [name for c, is_rate in zip(table.columns, rates, strict=True) for name in _csv_heads(c, is_rate)]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(heads)
+    heads: list[object] = []
+    for column, is_rate in zip(table.columns, rates, strict=True):
+        heads += [f"{column.full_name} {part}" for part in parts] if is_rate else [column.full_name]
+    lines = [heads]
     for row in table.rows:
-        writer.writerow(v for c, is_rate in zip(row, rates, strict=True) for v in _csv_cells(c, is_rate))
+        line: list[object] = []
+        for cell, is_rate in zip(row, rates, strict=True):
+            if isinstance(cell, Rate):
+                line += [cell.k, cell.n, cell.rate if cell.n else "", *cell.interval]
+            else:
+                line += [""] * len(parts) if is_rate else ["" if cell is None else cell]
+        lines.append(line)
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
     return file.getvalue()
-
-
-def _csv_heads(column: Column, is_rate: bool) -> list[str]:
-    return [f"{column.full_name} {part}" for part in RATE_COLUMNS] if is_rate else [column.full_name]
-
-
-def _csv_cells(cell: Cell, is_rate: bool) -> Sequence[object]:
-    if isinstance(cell, Rate):
-        return cell.k, cell.n, cell.rate if cell.n else "", *cell.interval
-    if is_rate:
-        return [""] * len(RATE_COLUMNS)
-    return ["" if cell is None else cell]
-
-
-def latex(table: Table) -> str:
-    """A `table` environment without packages; notes go below the rows."""
-    kinds = "".join("r" if table.is_number(i) else "l" for i in range(len(table.columns)))
-    lines = [r"\begin{table}", rf"\caption{{{_latex_text(table.title)}}}", rf"\begin{{tabular}}{{{kinds}}}", r"\hline"]
-    lines += [*_latex_groups(table), _latex_row([column.name for column in table.columns]), r"\hline"]
-    lines += [_latex_row(row) for row in table.texts()]
-    lines += [r"\hline", r"\end{tabular}"]
-    lines += [rf"\par {_latex_text(note)}" for note in table.notes]
-    return "\n".join([*lines, r"\end{table}"]) + "\n"
-
-
-def _latex_groups(table: Table) -> Iterator[str]:
-    if table.groups:
-        yield " & ".join(rf"\multicolumn{{{span}}}{{l}}{{{_latex_text(name)}}}" for name, span in table.groups) + r" \\"
-
-
-def _latex_row(texts: Sequence[str]) -> str:
-    return " & ".join(map(_latex_text, texts)) + r" \\"
 
 
 _LATEX = {
@@ -148,8 +136,21 @@ _LATEX = {
 } | {character: f"\\{character}" for character in "&%$#_{}"}
 
 
-def _latex_text(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+def latex(table: Table) -> str:
+    """A `table` environment without packages; notes go below the rows."""
+
+    def escaped(text: str) -> str:
+        return "".join(_LATEX.get(character, character) for character in text)
+
+    kinds = "".join("r" if table.is_number(i) else "l" for i in range(len(table.columns)))
+    groups = [rf"\multicolumn{{{span}}}{{l}}{{{escaped(name)}}}" for name, span in table.groups]
+    heads = [escaped(column.name) for column in table.columns]
+    body = [[escaped(text) for text in row] for row in table.texts()]
+    lines = [r"\begin{table}", rf"\caption{{{escaped(table.title)}}}", rf"\begin{{tabular}}{{{kinds}}}", r"\hline"]
+    lines += [" & ".join(cells) + r" \\" for cells in ([groups] if groups else []) + [heads]] + [r"\hline"]
+    lines += [" & ".join(cells) + r" \\" for cells in body] + [r"\hline", r"\end{tabular}"]
+    lines += [rf"\par {escaped(note)}" for note in table.notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
 
 
 RENDERERS = {"md": markdown, "csv": csv_text, "tex": latex}

@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from patchproof.models import ImageClassifier, file_sha256, save_checkpoint, settled, write_state
-from patchproof.seals import is_whole, sealed
+from patchproof.models import ImageClassifier, file_sha256, is_whole, save_checkpoint, sealed, settled, write_state
 from patchproof.training.loop import Trainer
+from patchproof.training.memory import state_of
 from patchproof.types import CheckError
 
 STATE, TENSORS = "training.json", "training.safetensors"
@@ -41,14 +41,18 @@ def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, note
             "learning rate"
         )
 
+    remembered = state_of(trainer.strategy)
+
     def write(place: Path) -> None:
-        write_state(_tensors(trainer), place / TENSORS)
+        tensors = {f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)}
+        write_state(_tensors(trainer) | tensors, place / TENSORS)
         scaler = trainer.accelerator.scaler
         state = {
             "schema": SCHEMA,
             "step": trainer.step,
             "sha256": file_sha256(place / TENSORS),
             "scaler": scaler.state_dict() if scaler is not None else None,
+            "strategy": {name: value for name, value in remembered.items() if not isinstance(value, Tensor)},
             "notes": dict(notes),
         }
         (place / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n", encoding="utf-8")
@@ -86,6 +90,9 @@ def _restore(folder: Path, trainer: Trainer) -> Resumed:
             trainer.average[name].copy_(value)
     if state["scaler"] is not None and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler.load_state_dict(state["scaler"])
+    remembered = _named(tensors, "strategy/") | state.get("strategy", {})
+    if remembered:
+        trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
     trainer.step = int(state["step"])
     return Resumed(trainer.step, state["notes"])
 

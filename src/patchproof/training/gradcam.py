@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
+from patchproof.masking import show
 from patchproof.types import Classifier, InputError, Size
 
 POOLING = re.compile(r"(^|\.)(head|global_pool|attn_pool)(\.|$)")
@@ -24,9 +25,10 @@ def grad_cam(
     images: Float[Tensor, "b c h w"],
     labels: Int64[Tensor, " b"],
     *,
+    keep: Bool[Tensor, "b 1 h w"] | None = None,
     layer: nn.Module | None = None,
 ) -> Float[Tensor, "b h w"]:
-    """relu(Σ_c ᾱ_c A_c), ᾱ_c the mean of ∂logit_y/∂A_c over positions, enlarged to the image.
+    """relu(Σ_c ᾱ_c A_c), ᾱ_c the mean of ∂logit_y/∂A_c over positions, enlarged to the image; on x ⊙ m with `keep`.
 
     A is the output of `layer`; by default the last feature map of a convolutional network, or the normalised tokens
     that enter the last block of a ViT (after that block only the class token still counts).
@@ -35,7 +37,7 @@ def grad_cam(
         raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
     layer = layer or salient_layer(classifier, images[:1])
     with torch.no_grad(), _output_of(layer) as captured:
-        logits = classifier(images)
+        logits = show(classifier, images, keep)
         (activations,) = captured
         (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
     size = (int(images.shape[2]), int(images.shape[3]))

@@ -6,22 +6,37 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
-from patchproof.masking import Engine, fill_colour, images_ahead, occlude, tf32
+from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, require_classes, tf32
 from patchproof.models import ImageClassifier
 from patchproof.training.augment import flip_and_crop
+from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
-from patchproof.training.strategies import MaskPair, masking_strategy
+from patchproof.training.strategies import MaskingStrategy, MaskPair, choose, masking_strategy
 from patchproof.types import CheckError, InputError, Preprocessing
 
 MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def start_accelerator(plan: Plan, device: torch.device, *, log_with: str | None = None) -> Accelerator:
+    """Accelerate for this plan on this kind of device; with several processes, each takes its own GPU."""
+    if device.type == "cpu" and plan.precision == "fp16":
+        raise InputError("precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        return Accelerator(cpu=device.type == "cpu", mixed_precision=MIXED[plan.precision], log_with=log_with)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"precision {plan.precision} or tracking with {log_with} is not possible: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,11 @@ class StepReport:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Images to learn from: `classes[label]` is the classifier's output for a label of the source."""
+    """Images to learn from: `classes[label]` is the classifier's output for a label of the source; None: the same."""
 
     source: ImageSource
     indices: Sequence[int]
-    classes: Int64[Tensor, " labels"]
+    classes: Int64[Tensor, " labels"] | None
     preprocessing: Preprocessing
     workers: int = 2
     skip_bad: bool = False
@@ -91,17 +106,19 @@ class Trainer:
         self.classifier = classifier.to(memory_format=torch.channels_last)
         _check_batch(classifier, plan, accelerator.num_processes)
         trained = _trained_parameters(classifier, head_only=plan.head_only)
-        self.model, self.optimizer = accelerator.prepare(classifier, _optimizer(trained, plan))
+        self.model, self.optimizer = accelerator.prepare(MaskedForward(classifier), _optimizer(trained, plan))
         self.generator = torch.Generator()
-        self.strategy = masking_strategy(
-            plan.strategy,
-            image_size=classifier.input_size,
-            generator=self.generator,
-            masks=masks,
-            engine=Engine(chunk=chunk, precision=plan.precision, compile=plan.compile),
+        engine = Engine(batch_size=chunk, precision=plan.precision, compile=plan.compile)
+        self.strategy: MaskingStrategy = (
+            plan.strategy
+            if not isinstance(plan.strategy, str)
+            else masking_strategy(
+                plan.strategy, image_size=classifier.input_size, generator=self.generator, masks=masks, engine=engine
+            )
         )
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
         self.decoded: dict[int, Tensor] | None = {} if data.keep_decoded else None
+        state_of(self.strategy)  # refuses at once what could not be saved
         self.step = 0
         self.steps_per_epoch = self._count_steps()
 
@@ -153,7 +170,7 @@ class Trainer:
         self._share_buffers()
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             images, labels = self._prepared(batch, images)
-            keep, search = self._search(images, labels)
+            keep, search = self._search(images, labels, torch.tensor(batch.indices), epoch)
             loss = self._update(images, labels, keep, rate)
         self._update_average()
         self.step += 1
@@ -184,12 +201,21 @@ class Trainer:
             )
         if self.plan.augment == "light":
             images = flip_and_crop(images, self.generator)
-        return images, self.data.classes[batch.labels].to(images.device)
+        labels = batch.labels if self.data.classes is None else self.data.classes[batch.labels]
+        require_classes(label_range(labels), self.classifier.num_classes)
+        return images, labels.to(images.device)
 
-    def _search(self, images: Tensor, labels: Tensor) -> tuple[Bool[Tensor, "copies b 1 h w"], Timer]:
+    def _search(
+        self, images: Tensor, labels: Tensor, indices: Tensor, epoch: int
+    ) -> tuple[Bool[Tensor, "copies b 1 h w"], Timer]:
         """What to leave visible, and how long it took to find out."""
         timer = Timer(images.device)
-        keep = self.strategy(self.classifier, images, labels)
+        shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
+        before = state_of(self.strategy) if shared else {}
+        keep = choose(self.strategy, self.classifier, images, labels, indices=indices.to(images.device), epoch=epoch)
+        if shared:
+            after: list[dict[str, Any]] = gather_object([state_of(self.strategy)])
+            self.strategy.load_state_dict(merged(before, after))  # type: ignore[attr-defined]
         timer.stop()
         return (torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep), timer
 
@@ -218,7 +244,7 @@ class Trainer:
         if not torch.isfinite(torch.tensor(mean)):
             raise CheckError(
                 f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before is kept: lower the "
-                "learning rate, or use --precision bf16 instead of fp16"
+                "learning rate, or use precision bf16 instead of fp16"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -247,7 +273,7 @@ class Trainer:
 
 
 def masked_loss(
-    classifier: nn.Module,
+    model: MaskedForward,
     images: Float[Tensor, "b c h w"],
     labels: Int64[Tensor, " b"],
     keep: Bool[Tensor, "copies b 1 h w"],
@@ -255,12 +281,9 @@ def masked_loss(
     smoothing: float = 0.0,
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy over the masked copies; the clean image is not in it."""
-    fill = fill_colour(
-        getattr(classifier, "module", classifier) if not hasattr(classifier, "fill") else classifier, images
-    )
-    copies = occlude(images.expand(len(keep), -1, -1, -1, -1), keep, fill)
-    logits = classifier(copies.flatten(0, 1)).float()
-    return functional.cross_entropy(logits, labels.repeat(len(keep)), label_smoothing=smoothing)
+    every = torch.arange(len(images), device=images.device).repeat(len(keep))  # indexing keeps channels last
+    logits = model(images[every], keep.flatten(0, 1)).float()
+    return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
 
 
 def _mixed(*numbers: int) -> int:
@@ -276,14 +299,14 @@ def _mixed(*numbers: int) -> int:
 
 def _optimizer(parameters: list[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
     if plan.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=plan.learning_rate, weight_decay=plan.weight_decay)
-    return torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
+        return torch.optim.AdamW(parameters, lr=plan.rate(0), weight_decay=plan.weight_decay)
+    return torch.optim.SGD(parameters, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay)
 
 
 def _head(classifier: ImageClassifier) -> nn.Module:
     head = getattr(classifier.module, "get_classifier", None)
     if head is None:
-        raise InputError("--head-only needs a network with get_classifier(), as timm's have")
+        raise InputError("head_only needs a network with get_classifier(), as timm's have")
     return head()
 
 
@@ -303,10 +326,10 @@ def _train_mode(classifier: ImageClassifier, *, head_only: bool) -> None:
 
 def _check_batch(classifier: nn.Module, plan: Plan, processes: int) -> None:
     if plan.batch_size % processes:
-        raise InputError(f"--batch-size {plan.batch_size} does not divide among {processes} processes")
+        raise InputError(f"batch_size {plan.batch_size} does not divide among {processes} processes")
     smallest = plan.batch_size // processes // plan.accumulate
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in classifier.modules())
     if smallest < 2 and normalises and not plan.head_only:
         raise InputError(
-            "BatchNorm cannot learn from batches of one image; choose a larger --batch-size, or a smaller --accumulate"
+            "BatchNorm cannot learn from batches of one image; choose a larger batch_size, or a smaller accumulate"
         )

@@ -18,16 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.geometry import MaskSet
-from patchproof.masking import (
-    Copies,
-    Engine,
-    Runner,
-    evaluating,
-    fill_colour,
-    label_range,
-    occlude,
-    require_classes,
-)
+from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import Classifier
 
@@ -43,43 +34,39 @@ class Gutout:
     def __call__(
         self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
     ) -> Bool[Tensor, "copies b 1 h w"]:
-        masks, fill = self.masks.keep(images.device), fill_colour(classifier, images)
+        masks = self.masks.keep(images.device)
         keep = torch.ones_like(masks[:1]).expand(len(images), -1, -1, -1)
         for _ in range(2):
-            keep = keep & masks[self._most_salient(classifier, occlude(images, keep, fill), labels, masks)]
+            with evaluating(classifier):
+                salience = grad_cam(classifier, images, labels, keep=keep)
+            hidden = torch.einsum("bhw,nhw->bn", salience, (~masks[:, 0]).float())
+            keep = keep & masks[hidden.argmax(dim=1)]
         return keep[None]
-
-    def _most_salient(
-        self, classifier: Classifier, images: Tensor, labels: Tensor, masks: Bool[Tensor, "n 1 h w"]
-    ) -> Int64[Tensor, " b"]:
-        with evaluating(classifier):
-            salience = grad_cam(classifier, images, labels)
-        return torch.einsum("bhw,nhw->bn", salience, (~masks[:, 0]).float()).argmax(dim=1)
 
 
 @dataclass
 class Searcher:
-    """Starts the searches of a strategy. It keeps its runner from batch to batch, and with it the chunk that memory has
-    allowed so far."""
+    """Starts the searches of a strategy. It keeps its evaluator from batch to batch, and with it the chunk that memory
+    has allowed so far."""
 
     engine: Engine = field(default_factory=Engine)
-    runner: Runner | None = field(default=None, repr=False)
+    evaluator: Evaluator | None = field(default=None, repr=False)
 
     @contextmanager
     def among(self, keep: Tensor, classifier: Classifier, images: Tensor, labels: Tensor) -> Iterator[Search]:
         """A search whose classifier is in eval mode, and in the mode it was in afterwards."""
-        if self.runner is None or self.runner.classifier is not classifier:
-            self.runner = Runner(classifier, self.engine)
-        self.runner.refresh()
+        if self.evaluator is None or self.evaluator.classifier is not classifier:
+            self.evaluator = Evaluator(classifier, self.engine)
+        self.evaluator.refresh()
         with evaluating(classifier):
-            yield Search(self.runner, images, labels, keep)
+            yield Search(self.evaluator, images, labels, keep)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Cross-entropy of masked copies, (image × mask) chunks at a time, through the engine of certification."""
+    """Cross-entropy of masked copies, (image × mask) chunks at a time, through the evaluator of certification."""
 
-    runner: Runner
+    evaluator: Evaluator
     images: Float[Tensor, "b c h w"]
     labels: Int64[Tensor, " b"]
     keep: Bool[Tensor, "n 1 h w"]
@@ -96,15 +83,15 @@ class Search:
         return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
 
     def _evaluated(self, copies: Copies) -> Float[Tensor, " j"]:
-        return self.runner.evaluate(self.images, self.keep, copies, self._cross_entropy)
+        def cross_entropy(logits: Tensor, rows: slice) -> Tensor:
+            require_classes(self.label_range, int(logits.shape[1]))
+            return functional.cross_entropy(logits, self.labels[copies.image[rows]], reduction="none")
+
+        return self.evaluator.evaluate(self.images, self.keep, copies, cross_entropy)
 
     @cached_property
-    def range(self) -> tuple[int, int] | None:
+    def label_range(self) -> tuple[int, int] | None:
         return label_range(self.labels)
-
-    def _cross_entropy(self, logits: Tensor, image: Tensor) -> Tensor:
-        require_classes(self.range, int(logits.shape[1]))
-        return functional.cross_entropy(logits, self.labels[image], reduction="none")
 
     def every(self, masks: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
         return masks.to(self.images.device).expand(len(self.images), -1)
@@ -166,11 +153,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class MultiSizeGreedy:
-    """greedy: Algorithm A1 of the paper, the coarse masks narrowing the search among the fine ones: 25 passes.
+    """greedy: Algorithm A1 of the paper, the 3×3 masks narrowing the search among the 6×6 ones: 25 passes.
 
-    M1 = worst coarse mask; M11 = worst of its children; then, with M11 in place, m3 = worst coarse mask and m6 = worst
-    of its children. Copies: x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. Where M11 lies inside M1, x ⊙ M11 ⊙ M1 is x ⊙ M1, whose loss
-    is known; that saves the 26th pass.
+    Copies: x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. Where M11 lies inside M1, x ⊙ M11 ⊙ M1 is x ⊙ M1, whose loss is known; that
+    saves the 26th pass.
     """
 
     coarse: MaskSet
@@ -203,14 +189,19 @@ class MultiSizeGreedy:
         # Fine masks follow the coarse ones in `keep`, so mask i of the fine set is len(coarse) + i there.
         keep = torch.cat([self.coarse.keep(images.device), self.fine.keep(images.device)])
         with self.searcher.among(keep, classifier, images, labels) as search:
-            every = search.every(torch.arange(len(self.coarse)))
-            alone = search.losses(every, every)
-            big1 = alone.argmax(dim=1, keepdim=True)
-            small1 = self._worst_child(search, big1)
-            big2 = self._second_coarse(search, alone, big1, small1)
-            small2 = self._worst_child(search, big2, given=small1)
-        pairs = ((big1, big2), (small1, small2))
-        return torch.stack([keep[first[:, 0]] & keep[second[:, 0]] for first, second in pairs])
+            coarse = search.every(torch.arange(len(self.coarse)))
+            alone = search.losses(coarse, coarse)
+            # M1: the worst 3×3 mask on x.
+            M1 = alone.argmax(dim=1, keepdim=True)
+            # M11: the worst of M1's 6×6 children on x.
+            M11 = self._worst_child(search, M1)
+            # m3: the worst 3×3 mask on x ⊙ M11; M1 itself gives x ⊙ M1 where M11 lies inside it.
+            known = self.inside.to(M1.device)[M1, M11 - len(self.coarse)] & (coarse == M1)
+            losses = search.losses(M11.expand_as(coarse), coarse, where=~known)
+            m3 = torch.where(known, alone, losses).argmax(dim=1, keepdim=True)
+            # m6: the worst of m3's 6×6 children on x ⊙ M11.
+            m6 = self._worst_child(search, m3, given=M11)
+        return torch.stack([keep[M1[:, 0]] & keep[m3[:, 0]], keep[M11[:, 0]] & keep[m6[:, 0]]])
 
     def _worst_child(
         self, search: Search, parent: Int64[Tensor, "b 1"], *, given: Int64[Tensor, "b 1"] | None = None
@@ -222,17 +213,3 @@ class MultiSizeGreedy:
         ragged = len(set(map(len, self.children))) > 1
         losses = search.losses(first, masks, where=masks >= 0 if ragged else None)
         return masks.gather(1, losses.argmax(dim=1, keepdim=True))
-
-    def _second_coarse(
-        self,
-        search: Search,
-        alone: Float[Tensor, "b n"],
-        big1: Int64[Tensor, "b 1"],
-        small1: Int64[Tensor, "b 1"],
-    ) -> Int64[Tensor, "b 1"]:
-        """The worst coarse mask on x ⊙ M11; with M1 that is x ⊙ M1 itself where M11 is inside M1."""
-        every = search.every(torch.arange(len(self.coarse)))
-        inside = self.inside.to(big1.device)[big1, small1 - len(self.coarse)]
-        known = inside & (every == big1)
-        losses = search.losses(small1.expand_as(every), every, where=~known)
-        return torch.where(known, alone, losses).argmax(dim=1, keepdim=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -29,21 +29,42 @@ MaskPair = tuple[MaskSet, MaskSet]
 
 @runtime_checkable
 class MaskingStrategy(Protocol):
-    """Looks at a batch and the current classifier, and says what stays visible in each copy to train on."""
+    """Looks at a batch and the current classifier, and says what stays visible in each copy to train on.
 
-    @property
-    def forwards(self) -> int:
-        """Extra forward passes an image."""
-        ...
-
-    @property
-    def backwards(self) -> int:
-        """Extra backward passes an image."""
-        ...
+    `indices` are the positions of the images in the training data. Optional: `state_dict()` and
+    `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
+    checkpoint and, on several processes, merged after every step: what one process changed holds for all; `forwards`
+    and `backwards` to say how many extra passes it takes per image.
+    """
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
+        self,
+        classifier: Classifier,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        *,
+        indices: Int64[Tensor, " b"] | None = None,
+        epoch: int = 0,
     ) -> Bool[Tensor, "copies b 1 h w"]: ...
+
+
+def choose(
+    strategy: MaskingStrategy,
+    classifier: Classifier,
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, " b"],
+    *,
+    indices: Int64[Tensor, " b"] | None = None,
+    epoch: int = 0,
+) -> Bool[Tensor, "copies b 1 h w"]:
+    """What the strategy leaves visible, checked: a bool for each pixel of each copy."""
+    keep = strategy(classifier, images, labels, indices=indices, epoch=epoch)
+    expected = len(images), 1, *images.shape[-2:]
+    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
+    if not right or not len(keep):
+        got = f"{keep.dtype} of {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+        raise InputError(f"a strategy must return booleans of shape (copies ≥ 1, {len(images)}, 1, h, w), not {got}")
+    return keep.to(images.device)
 
 
 def training_masks(image_size: Size) -> MaskPair:
@@ -59,14 +80,14 @@ def masking_strategy(
     generator: torch.Generator,
     masks: MaskPair | None = None,
     engine: Engine | None = None,
-) -> MaskingStrategy:
+) -> Named:
     """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`."""
     require_strategy(name)
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
     ingredients = Ingredients(image_size, pair, generator, Searcher(engine or Engine()))
-    return Checked(STRATEGIES[name].build(ingredients), image_size)
+    return Named(name, STRATEGIES[name].build(ingredients), image_size)
 
 
 def require_strategy(name: str) -> None:
@@ -88,22 +109,31 @@ class Ingredients:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Any strategy, its input and its answer checked: images of the right size, a bool for each pixel of each copy."""
+class Named:
+    """A strategy of `STRATEGIES`: no memory, and images of one size."""
 
-    strategy: MaskingStrategy
+    name: str
+    chooser: Any
     image_size: Size
 
     @property
     def forwards(self) -> int:
-        return self.strategy.forwards
+        """Extra forward passes per image."""
+        return self.chooser.forwards
 
     @property
     def backwards(self) -> int:
-        return self.strategy.backwards
+        """Extra backward passes per image."""
+        return self.chooser.backwards
 
     def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
+        self,
+        classifier: Classifier,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        *,
+        indices: Int64[Tensor, " b"] | None = None,
+        epoch: int = 0,
     ) -> Bool[Tensor, "copies b 1 h w"]:
         size = tuple(images.shape[-2:])
         if size != self.image_size:
@@ -111,19 +141,14 @@ class Checked:
         classes = getattr(classifier, "num_classes", None)
         if isinstance(classes, int):
             require_classes(label_range(labels), classes)
-        keep = self.strategy(classifier, images, labels)
-        if keep.dtype != torch.bool or keep.shape[1:] != (len(images), 1, *self.image_size):
-            raise InputError(
-                f"a strategy must return booleans of shape (copies, {len(images)}, 1, h, w), not {keep.shape}"
-            )
-        return keep
+        return self.chooser(classifier, images, labels)
 
 
 @dataclass(frozen=True)
 class Both:
     """The copies of two strategies together."""
 
-    strategies: tuple[MaskingStrategy, MaskingStrategy]
+    strategies: tuple[Any, Any]
 
     @property
     def forwards(self) -> int:
@@ -140,35 +165,41 @@ class Both:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A strategy by name: what it does in words, and how it is made."""
+class StrategyEntry:
+    """A strategy by name: what it does in words, and how it is built."""
 
     words: str
-    build: Callable[[Ingredients], MaskingStrategy]
+    build: Callable[[Ingredients], Any]
 
 
 def _random(masks: MaskSet, of: Ingredients) -> RandomMasks:
     return RandomMasks(masks, of.generator)
 
 
-STRATEGIES: dict[str, Entry] = {
-    "none": Entry("the images as they are", lambda of: NoMasks(of.image_size)),
-    "cutout": Entry("two squares of 128/224 of the side, anywhere", lambda of: Cutout(of.image_size, of.generator)),
-    "rand3x3": Entry("two random 3×3 masks", lambda of: _random(of.masks[0], of)),
-    "rand6x6": Entry("two random 6×6 masks", lambda of: _random(of.masks[1], of)),
-    "rand": Entry(
+STRATEGIES: dict[str, StrategyEntry] = {
+    "none": StrategyEntry("the images as they are", lambda of: NoMasks(of.image_size)),
+    "cutout": StrategyEntry(
+        "two squares of 128/224 of the side, anywhere", lambda of: Cutout(of.image_size, of.generator)
+    ),
+    "rand3x3": StrategyEntry("two random 3×3 masks", lambda of: _random(of.masks[0], of)),
+    "rand6x6": StrategyEntry("two random 6×6 masks", lambda of: _random(of.masks[1], of)),
+    "rand": StrategyEntry(
         "a copy of rand3x3 and one of rand6x6", lambda of: Both((_random(of.masks[0], of), _random(of.masks[1], of)))
     ),
-    "gutout3x3": Entry("the two most salient 3×3 masks (Grad-CAM)", lambda of: Gutout(of.masks[0])),
-    "gutout6x6": Entry("the two most salient 6×6 masks (Grad-CAM)", lambda of: Gutout(of.masks[1])),
-    "gutout": Entry(
+    "gutout3x3": StrategyEntry("the two most salient 3×3 masks (Grad-CAM)", lambda of: Gutout(of.masks[0])),
+    "gutout6x6": StrategyEntry("the two most salient 6×6 masks (Grad-CAM)", lambda of: Gutout(of.masks[1])),
+    "gutout": StrategyEntry(
         "a copy of gutout3x3 and one of gutout6x6", lambda of: Both((Gutout(of.masks[0]), Gutout(of.masks[1])))
     ),
-    "greedy3x3": Entry("the worst 3×3 mask, then the worst second one", lambda of: Greedy(of.masks[0], of.searcher)),
-    "greedy6x6": Entry("the worst 6×6 mask, then the worst second one", lambda of: Greedy(of.masks[1], of.searcher)),
-    "greedy": Entry(
+    "greedy3x3": StrategyEntry(
+        "the worst 3×3 mask, then the worst second one", lambda of: Greedy(of.masks[0], of.searcher)
+    ),
+    "greedy6x6": StrategyEntry(
+        "the worst 6×6 mask, then the worst second one", lambda of: Greedy(of.masks[1], of.searcher)
+    ),
+    "greedy": StrategyEntry(
         "multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", lambda of: MultiSizeGreedy(*of.masks, of.searcher)
     ),
-    "grid3x3": Entry("the worst of all pairs of 3×3 masks", lambda of: Grid(of.masks[0], of.searcher)),
-    "grid6x6": Entry("the worst of all pairs of 6×6 masks", lambda of: Grid(of.masks[1], of.searcher)),
+    "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", lambda of: Grid(of.masks[0], of.searcher)),
+    "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", lambda of: Grid(of.masks[1], of.searcher)),
 }

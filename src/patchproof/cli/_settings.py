@@ -1,0 +1,231 @@
+"""What each command can be told: one frozen dataclass per command, most of it the library's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from patchproof.attacks import AttackPlan
+from patchproof.defenses import DEFENSES, PatchCleanser
+from patchproof.masking import Engine
+from patchproof.training import Plan
+from patchproof.types import InputError
+
+FLAGS = {"per_axis": "masks"}
+"""Flags that have another name than the parameter they set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSettings:
+    """Settings from a file."""
+
+    config: Path | None = None
+    """A YAML file with any of these settings; flags win over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which classifier, on which device."""
+
+    model: str | None = None
+    """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's."""
+    weights: str | None = None
+    """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, or `random`;
+    default: what the model is known to have."""
+    image_size: str | None = None
+    """Network input, `224` or `224x320` (height x width); default: what the model was built for."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`; with `torchrun` each process takes its own GPU."""
+    seed: int = 0
+    """For everything random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreatSettings:
+    """Against which patch, with which defence."""
+
+    patch: str = "3%"
+    """Largest patch: `3%`, `39px` or `20x60px` (height x width); several allowed sizes with commas."""
+    threat_space: Literal["input", "native"] = "input"
+    """Where the patch is measured: at the network input, as in the literature, or on the original image."""
+    defense: str = PatchCleanser.name
+    """Which defence (`patchproof ls defenses`); its options become flags of this command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Which images."""
+
+    dataset: str = "fashion-mini"
+    """`imagenet`, `imagenette`, `cifar10`, `cifar100`, `svhn`, `fashion-mini`, or a folder of class folders."""
+    data_dir: Path | None = None
+    """Folder of the named data sets."""
+    split: str | None = None
+    """Default: the data set's own evaluation split."""
+    download: bool = False
+    """Fetch the data set into --data-dir if it is not there and torchvision can."""
+    limit: int | None = None
+    """Only so many images, spread evenly over the data set; the result is marked partial."""
+    skip_bad: bool = False
+    """Record images that cannot be read and go on, instead of stopping at the first."""
+    workers: int | None = None
+    """Threads that decode images; default: one per core, at most 16, shared among the processes of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Where a run goes."""
+
+    output: Path | None = None
+    """Folder of the run; default: runs/ and a name made of the settings."""
+    resume: bool = False
+    """Go on with the run in --output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifySettings(FileSettings, OutputSettings, DataSettings, Engine, ThreatSettings, ModelSettings):
+    """`patchproof certify`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSettings(AttackPlan, CertifySettings):
+    """`patchproof attack`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSettings(FileSettings, Engine, ThreatSettings, ModelSettings):
+    """`patchproof predict`."""
+
+    like: Path | None = None
+    """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
+    json: bool = False
+    """One JSON object per line instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(FileSettings, DataSettings, Engine, ThreatSettings, ModelSettings):
+    """`patchproof bench`."""
+
+    limit: int | None = 64
+    """How many images, spread evenly over the data set."""
+    peer_images: int = 16
+    """How many of them the loop like the published one certifies; 0 leaves it out."""
+    surviving: bool = False
+    """Shift the last layer so that every image survives to the last pair: disables early exit, to measure raw
+    throughput."""
+    reference: bool = False
+    """Also certify in float32 with every pair, and compare verdicts image by image."""
+    scaling: bool = False
+    """Also measure how cost grows with masks per axis (2 to 8) and with images."""
+    seconds: float = 1.0
+    """How long each rate of the bare network is measured."""
+    output: Path | None = None
+    """JSON file for everything measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(FileSettings, OutputSettings, Plan, DataSettings, ModelSettings):
+    """`patchproof train`."""
+
+    strategy: str = "greedy"
+    """Which masked copies to learn from (`patchproof ls strategies`)."""
+    recipe: str | None = None
+    """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
+    validation: str | None = None
+    """Folder of class folders to validate on; default: the data set's evaluation split."""
+    checkpoint_minutes: float = 10.0
+    """Besides the end of each epoch, save a checkpoint this often."""
+    keep_decoded: bool = False
+    """Decode each image once and keep it in memory: 0.15 MB per image at 224."""
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where to send curves, besides log.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(FileSettings):
+    """`patchproof demo`."""
+
+    output: Path | None = None
+    """Folder for everything the demo makes; default: runs/demo, or the next free number."""
+    epochs: int = 3
+    """Passes over the 5,000 training images for each of the two strategies, after the common start."""
+    images: int = 400
+    """Test images to certify."""
+    seed: int = 0
+    """For the first weights, the order of the images and the masks."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(FileSettings):
+    """`patchproof report`."""
+
+    output: Path | None = None
+    """Folder of the report; default: `report` inside a single run, for several runs/report-… ."""
+    dataset: str | None = None
+    """New location of the images, if they moved: a data set's name or a folder of class folders."""
+    data_dir: Path | None = None
+    """New folder of the named data sets."""
+    images: int = 8
+    """So many certified images and so many failures are shown."""
+    title: str | None = None
+    """Heading of the page; default: what the runs are about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreSettings(FileSettings):
+    """`patchproof explore`."""
+
+    patch: str | None = None
+    """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
+    per_axis: int | None = None
+    """Masks per axis, at most; default: the run's, or 3 for a checkpoint."""
+    model: str | None = None
+    """Only for a module of your own: `file.py:factory`, so that its code is run."""
+    weights: str | None = None
+    """New location of the run's weights, if they moved; they must have the sha256 of its manifest."""
+    dataset: str | None = None
+    """New location of the images: a data set's name or a folder of class folders; default: the run's."""
+    data_dir: Path | None = None
+    """New folder of the named data sets."""
+    split: str | None = None
+    """For a checkpoint; default: the data set's own evaluation split."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any other than this one lets other machines in, without a password."""
+    port: int | None = None
+    """Port to listen on; default: the first free one from 7860 on."""
+    open: bool = False
+    """Open the page in the browser."""
+
+
+@cache
+def with_defense(kind: Any, name: str) -> Any:
+    """The settings of a command with the options of that defence."""
+    if name not in DEFENSES:
+        raise InputError(f"unknown defence `{name}`; known are {', '.join(DEFENSES)}")
+    options = DEFENSES[name].options
+    made = type(kind.__name__, (kind, options), {"__doc__": kind.__doc__, "__module__": __name__})
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+def part(settings: Any, kind: type[Any]) -> Any:
+    """The part of the settings that is a `kind` of the library."""
+    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})
+
+
+SETTINGS: dict[str, type[Any]] = {
+    "certify": CertifySettings,
+    "attack": AttackSettings,
+    "predict": PredictSettings,
+    "bench": BenchSettings,
+    "train": TrainSettings,
+    "demo": DemoSettings,
+    "report": ReportSettings,
+    "explore": ExploreSettings,
+}
+"""Commands and their settings."""

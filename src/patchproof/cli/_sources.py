@@ -1,0 +1,104 @@
+"""Where settings come from besides flags, and how they are saved."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from patchproof.cli._settings import FLAGS
+from patchproof.types import InputError
+
+CONFIG_BYTES = 100_000
+
+# PyYAML's constructors raise whatever a value such as `!!int x` or a month 13 trips over.
+_YAML_FAILURES = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The `name: value` lines of a YAML file, names as flags without dashes."""
+    content = _read_yaml(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(f"{path} must hold settings as `name: value` lines, not a {type(content).__name__}")
+    return {str(key).replace("-", "_"): value for key, value in content.items() if value is not None}
+
+
+def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> dict[str, Any]:
+    """The settings of a file, checked; an unknown name is an error that names the nearest one."""
+    types = {FLAGS.get(f.name, f.name): str(f.type) for f in fields(kind) if f.name != "config"}
+    for name, value in values.items():
+        if name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(types)}"
+            raise InputError(f"{path}: unknown setting `{name}`; {hint}")
+        if not isinstance(value, str | int | float):
+            raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
+        whole = types[name] in ("int", "int | None")
+        if whole and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")
+    return dict(values)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Makes no objects, and follows no aliases: a few lines of them can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"aliases (*{alias.anchor}) are not allowed in settings")
+        return super().compose_node(parent, index)
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES + 1)
+        if len(text) > CONFIG_BYTES:
+            raise InputError(f"{path} has more than the {CONFIG_BYTES:,} bytes that settings may have")
+        return yaml.load(text.decode("utf-8"), Loader=_PlainLoader)
+    except OSError as error:
+        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except InputError:
+        raise
+    except _YAML_FAILURES as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+
+
+def resolved(config: Any) -> dict[str, Any]:
+    """The settings as they are saved: plain values, without those that say how a run was begun."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("config", "resume")}
+    return {FLAGS.get(k, k): str(v) if isinstance(v, Path) else v for k, v in values.items()}
+
+
+def in_flags(message: str, kind: type[Any] | None) -> str:
+    """A message of the library, which names parameters, in the words of this command's flags."""
+    message = message.replace("in another folder", "with another --output").replace(
+        "another folder", "another --output"
+    )
+    message = message.replace("resume to continue", "continue with --resume").replace(
+        "resume on any", "--resume on any"
+    )
+    for name in sorted((f.name for f in fields(kind)) if kind else (), key=len, reverse=True):
+        flag = "--" + FLAGS.get(name, name).replace("_", "-")
+        message = re.sub(rf"(?<![\w`-]){name}=True\b", flag, message)
+        message = re.sub(rf"(?<![\w`.-]){name}(?= must| cannot|=| \d| needs|, the number of)", flag, message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w`.-]){name}\b", flag, message)
+    return message
+
+
+def find_flag(tokens: Sequence[str], flag: str) -> str | None:
+    """The value of a flag that has to be known before the others are read."""
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if token == flag:
+            return following
+        if token.startswith(f"{flag}="):
+            return token.removeprefix(f"{flag}=")
+    return None

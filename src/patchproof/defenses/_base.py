@@ -1,0 +1,225 @@
+"""What a certified defence is: an answer, and a proof about that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from patchproof.defenses._table import BLOCK, MaskTable
+from patchproof.geometry import MaskSet, PatchThreat, covering_masks
+from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
+from patchproof.models import fingerprint
+from patchproof.types import CheckError, Classifier, InputError
+
+Guarantee = Literal["recovery", "detection"]
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """What was proved of each image, and at what cost.
+
+    `margin` is how far the certificate is from failing, negative when it failed; for an image given up early it bounds
+    the true value from above. `forwards` counts the passes per image. `evidence` is what the defence has to show for
+    it: name -> tensor whose first axis is b; in a record, `witness.label` becomes `label` inside `witness`.
+    """
+
+    certified: Bool[Tensor, " b"]
+    margin: Float[Tensor, " b"]
+    forwards: Int64[Tensor, " b"]
+    evidence: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Certificates:
+        moved = {name: values.to(device) for name, values in self.evidence.items()}
+        return Certificates(self.certified.to(device), self.margin.to(device), self.forwards.to(device), moved)
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A defence's answers together with certificates; `remarks` are further facts about each answer."""
+
+    predictions: Int64[Tensor, " b"]
+    certificates: Certificates
+    remarks: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Assessment:
+        remarks = {name: values.to(device) for name, values in self.remarks.items()}
+        return Assessment(self.predictions.to(device), self.certificates.to(device), remarks)
+
+
+@runtime_checkable
+class Defense(Protocol):
+    """A certified image keeps its label under every patch of the threat (recovery: predict(x′) = y for all x′ ∈ 𝓐_𝓡(x))
+    or raises an alarm (detection: predict(x′) ∈ {y, −1}).
+
+    Optional: `classifier`, whose answers are the undefended ones and on which τ is measured; `assess(images, labels)`,
+    to answer and certify together; `masks`, whose occlusions τ is measured under; `engine` and `with_engine(measured)`,
+    to be given the τ; `objectives()`, ways to fail for attacks to climb; `explain(image)`, all that the answer follows
+    from, as JSON, to keep with a certificate that fell; `images_at_once`, a good number of images per call; `evidence`,
+    the names that records of images that could not be read leave empty.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def guarantee(self) -> Guarantee: ...
+    @property
+    def threat(self) -> PatchThreat: ...
+
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
+        """Labels; −1 is an alarm (detection only)."""
+
+    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal for a run to go on, as JSON."""
+
+
+def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
+    """Answers, and certificates about `labels` or else about the answers themselves; an alarm is never certified."""
+    own = getattr(defense, "assess", None)
+    if own is not None:
+        return _checked(own(images, labels), defense, labels, len(images))
+    predictions = defense.predict(images)
+    about = predictions.clamp(min=0) if labels is None else labels
+    found = _checked(Assessment(predictions, defense.certify(images, about)), defense, labels, len(images))
+    if labels is None:
+        certified = found.certificates.certified & (predictions >= 0)
+        found = replace(found, certificates=replace(found.certificates, certified=certified))
+    return found
+
+
+def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: int) -> Assessment:
+    """What a defence answered, of the types and shapes it must have, and not against its own guarantee."""
+    proof, name = found.certificates, type(defense).__name__
+    if not isinstance(proof, Certificates):
+        raise CheckError(f"{name}.certify must return Certificates, not {type(proof).__name__}")
+    kinds = {"predictions": "int64", "certified": "bool", "margin": "float32", "forwards": "int64"}
+    for part in kinds:
+        values: Any = found.predictions if part == "predictions" else getattr(proof, part)
+        if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kinds[part]}":
+            got = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {got}")
+    for key, values in proof.evidence.items():
+        if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
+            raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
+    if defense.guarantee == "recovery":
+        if bool((found.predictions < 0).any()):
+            raise CheckError(f"{name} answers −1: an alarm is for defences whose guarantee is detection")
+        if labels is not None and bool((proof.certified & (found.predictions != labels)).any()):
+            raise CheckError(f"{name} certifies a label that it does not itself answer")
+    return found
+
+
+def device_of(defense: Any) -> torch.device:
+    """Where the defence computes: its own `device`, or that of its classifier's weights."""
+    own = getattr(defense, "device", None)
+    if own is not None:
+        return torch.device(own)
+    classifier = getattr(defense, "classifier", None)
+    first = next(classifier.parameters(), None) if isinstance(classifier, nn.Module) else None
+    return torch.device("cpu") if first is None else first.device
+
+
+@dataclass(frozen=True)
+class MaskedDefense:
+    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜.
+
+    Without a measured engine, τ is measured on the images of the first `certify`, before anything is certified.
+    """
+
+    classifier: Classifier
+    masks: MaskSet
+    threat: PatchThreat
+    engine: Engine = field(default_factory=Engine, kw_only=True)
+    evaluator: Evaluator = field(init=False, repr=False, compare=False)
+
+    name: ClassVar[str]
+    guarantee: ClassVar[Guarantee]
+    evidence: ClassVar[Sequence[str]] = ("witness",)
+
+    def __post_init__(self) -> None:
+        missed = self.masks.uncovered(self.threat)
+        if missed:
+            raise InputError(
+                f"masks do not cover the threat: {len(missed)} patch positions are hidden by no mask, "
+                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
+            )
+        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
+
+    @classmethod
+    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, per_axis: int, **options: Any) -> Any:
+        """With the covering masks of the threat, `per_axis` of them on each axis."""
+        return cls(classifier, covering_masks(threat, per_axis=per_axis), threat, engine=engine, **options)
+
+    def with_engine(self, engine: Measured) -> Any:
+        return replace(self, engine=engine)
+
+    @property
+    def images_at_once(self) -> int:
+        """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
+        enough that records come often."""
+        device = device_of(self)
+        chunk = (
+            default_batch(self.threat.image_size, device)
+            if self.engine.batch_size == "auto"
+            else self.engine.batch_size
+        )
+        return max(1, chunk // (2 if device.type == "cuda" else BLOCK))
+
+    def describe(self) -> dict[str, Any]:
+        masks: Any
+        try:
+            rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
+            masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
+        except InputError:  # masks of one's own need not form a grid
+            masks = [[r.top, r.left, r.height, r.width] for r in self.masks.rects]
+        return {
+            "name": self.name,
+            "guarantee": self.guarantee,
+            "image_size": list(self.threat.image_size),
+            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+            "masks": masks,
+            "precision": self.engine.precision,
+            "compile": self.engine.compile,
+        }
+
+    def measure(self, images: Float[Tensor, "b c h w"]) -> None:
+        """Earn τ on these images, unless the engine has it already; again when the weights have changed since."""
+        if isinstance(self.engine, Measured) or not len(images):
+            return
+        now = fingerprint(self.classifier) if isinstance(self.classifier, nn.Module) else ()
+        if not isinstance(self.evaluator.engine, Measured) or self.evaluator.measured_on != now:
+            measured, _ = check_classifier(self.classifier, images, self.masks, engine=self.engine)
+            self.evaluator.engine, self.evaluator.measured_on = measured, now
+
+    def table(
+        self,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"] | None,
+        cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
+    ) -> MaskTable:
+        """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
+        if images.ndim != 4 or not images.is_floating_point():
+            raise InputError(
+                f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
+                f"{tuple(images.shape)}"
+            )
+        if tuple(images.shape[-2:]) != self.masks.image_size:
+            raise InputError(
+                f"the images are {tuple(images.shape[-2:])}, the masks are for {self.masks.image_size}; "
+                "resize the images, or build the threat and masks for their size"
+            )
+        return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
+
+    def central_first(self) -> Int64[Tensor, " n"]:
+        """The masks in the order in which they are likely to fail: central ones hide the object more often."""
+        height, width = self.masks.image_size
+        offset = [
+            abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
+        ]
+        return torch.tensor(offset).argsort(stable=True)

@@ -1,0 +1,153 @@
+"""How these defences can fail, as losses over the masked copies that show the patch (see `masking.Objective`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchproof.geometry import MaskSet
+from patchproof.masking import Aim, CleanAnswers, Objective, Views, label_margin
+from patchproof.types import Size
+
+ENOUGH = 1.0
+"""A copy whose wrong label leads by this much pulls no more; the effort goes to the copies that still resist."""
+
+
+@dataclass(frozen=True)
+class PairObjective(Objective):
+    """Reads all two-mask predictions; `of_pair(device)[a, b]` is the view of masks a and b."""
+
+    masks: MaskSet
+
+    def views(self, image_size: Size, device: torch.device) -> Views:
+        unions = self.masks.unions
+        return Views.of(image_size, device, self.masks.keep(device), (unions.first, unions.second))
+
+    def of_pair(self, device: torch.device) -> Int64[Tensor, "n n"]:
+        return self.masks.unions.of_pair.to(device)
+
+    def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
+        """The first round."""
+        return self.of_pair(views.first.device).diagonal()
+
+    def right(self, clean: CleanAnswers) -> Bool[Tensor, "b n n"]:
+        """Which two-mask copies of the clean image answer the label?"""
+        return (clean.logits.argmax(dim=2) == clean.labels[:, None])[:, self.of_pair(clean.labels.device)]
+
+
+@dataclass(frozen=True)
+class WrongMajority(PairObjective):
+    """Most one-mask copies agree on a wrong label, and no copy is left whose second round is unanimous for y.
+
+    Slots 0…n−1 are the one-mask copies, slots n…2n−1 the weakest copy in the second round of each: a row that cannot
+    be made to vote for the wrong label must at least not be confirmed.
+    """
+
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        of_pair, shows = self.of_pair(places.device), clean.shows(places)
+        rows = of_pair.diagonal().expand(len(places), -1)
+        margin = label_margin(clean.logits, clean.labels)[:, of_pair]
+        partner = margin.masked_fill(~shows[:, of_pair], torch.inf).argmin(dim=2)
+        second = of_pair[torch.arange(rows.shape[1], device=partner.device), partner]
+        view = torch.cat([rows, second], dim=1)
+        return Aim(view, shows.gather(1, view), clean.labels)
+
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        n = logits.shape[1] // 2
+        first, used = logits[:, :n], aim.used[:, :n]
+        wrong = strongest_wrong(_mean(first, used[:, :, None]), labels)
+        votes = label_margin(first, wrong).clamp(max=ENOUGH)
+        against = -label_margin(logits, labels)
+        unconfirmed = torch.maximum(against[:, :n], against[:, n:]).clamp(max=ENOUGH)
+        return _mean(votes, used) + _mean(unconfirmed, aim.used[:, n:])
+
+    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """No mask that hides the place has a second round unanimous for y."""
+        confirmed = self.right(clean).all(dim=2)
+        return (confirmed.float() @ hides.float().T) < 0.5
+
+
+@dataclass(frozen=True)
+class FakeUnanimity(PairObjective):
+    """All copies under one first mask agree on one wrong label, so that this copy wins as a unanimous disagreer.
+
+    In its second round the masks that hide the patch answer as on the clean image. So rows where those answers already
+    agree on a wrong label come first, then those that lean most to one; attempt a takes the a-th best row.
+    """
+
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        of_pair = self.of_pair(places.device)
+        shows = clean.shows(places)[:, of_pair]
+        rows = [self._consider(clean.logits[:, of_pair[m]], clean.labels, shows[:, m], m) for m in range(len(of_pair))]
+        wrong, burden = (torch.stack(values, dim=1) for values in zip(*rows, strict=True))
+        every = torch.arange(len(places), device=places.device)
+        row = burden.argsort(dim=1, stable=True)[every, attempt % len(of_pair)]
+        return Aim(of_pair[row], shows[every, row], wrong[every, row])
+
+    def _consider(
+        self, row: Float[Tensor, "b n classes"], labels: Int64[Tensor, " b"], shows: Bool[Tensor, "b n"], mask: int
+    ) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        """The wrong label that a row's hidden copies answer, or else that its copies lean to; and what speaks against
+        the row: hidden copies that answer otherwise, then little leaning. A row that hides the patch comes last."""
+        hidden = ~shows
+        pull = torch.where(hidden.any(dim=1, keepdim=True), hidden, shows)
+        wrong = strongest_wrong(_mean(row, pull[:, :, None]), labels)
+        hopeless = (hidden & (row.argmax(dim=2) != wrong[:, None])).sum(dim=1)
+        leaning = _mean(label_margin(row, wrong), shows)
+        return wrong, hopeless + len(hidden[0]) * hidden[:, mask] - torch.sigmoid(leaning)
+
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
+        weakest = leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
+        return _mean(leads, aim.used) + weakest
+
+    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """Some row that shows the place has no right answer under the masks that hide it."""
+        in_the_way = [rows.float() @ hides.float().T for rows in self.right(clean)]  # [m, p]: right answers of row m
+        open_rows = [(count < 0.5) & ~hides.T for count in in_the_way]
+        return torch.stack([rows.any(dim=0) for rows in open_rows])
+
+
+@dataclass(frozen=True)
+class SilentAgreement(Objective):
+    """All one-mask copies agree on one wrong label, so that no alarm is raised."""
+
+    masks: MaskSet
+
+    def views(self, image_size: Size, device: torch.device) -> Views:
+        every = torch.arange(len(self.masks))
+        return Views.of(image_size, device, self.masks.keep(device), (every, every))
+
+    def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
+        return torch.arange(len(self.masks), device=views.first.device)
+
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        """Masks that hide the patch answer as on the clean image: what they lean to is the label to aim at."""
+        count = len(self.masks)
+        shows, logits = clean.shows(places)[:, :count], clean.logits[:, :count]
+        pull = torch.where((~shows).any(dim=1, keepdim=True), ~shows, shows)
+        view = torch.arange(count, device=places.device).expand(len(places), -1)
+        return Aim(view, shows, strongest_wrong(_mean(logits, pull[:, :, None]), clean.labels))
+
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
+        return _mean(leads, aim.used) + leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
+
+    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """No mask that hides the place answers y."""
+        right = clean.logits[:, : len(self.masks)].argmax(dim=2) == clean.labels[:, None]
+        return (right.float() @ hides.float().T) < 0.5
+
+
+def strongest_wrong(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Int64[Tensor, " j"]:
+    """The label other than the right one with the largest logit."""
+    return logits.detach().scatter(1, labels[:, None], -torch.inf).argmax(dim=1)
+
+
+def _mean(values: Tensor, used: Tensor) -> Tensor:
+    """The mean over the used copies, 0 if there are none."""
+    used = used.expand_as(values)
+    return values.masked_fill(~used, 0).sum(dim=1) / used.sum(dim=1).clamp(min=1)

@@ -1,0 +1,128 @@
+"""From a folder to an explorer: the classifier, defence and images of a run or a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patchproof.data import ImageSource, open_dataset
+from patchproof.defenses import MaskedDefense, defense
+from patchproof.explore._explorer import Explorer
+from patchproof.geometry import PatchThreat, covering_masks, parse_patches
+from patchproof.models import (
+    ImageClassifier,
+    checkpoint_architecture,
+    load_classifier,
+    match_labels,
+    settled,
+    weights_sha256,
+)
+from patchproof.runs import Record, StoredCertification, find_images, preprocessing_for, read_run, stored_defense
+from patchproof.runs._reading import CHECKPOINTS, class_words, find_weights
+from patchproof.types import CheckError, InputError, PatchproofError
+
+
+def open_explorer(
+    place: Path,
+    *,
+    device: torch.device | str = "cpu",
+    patch: str | None = None,
+    per_axis: int | None = None,
+    model: str | None = None,
+    weights: str | None = None,
+    dataset: str | None = None,
+    data_dir: Path | None = None,
+    split: str | None = None,
+) -> Explorer:
+    """What the folder holds: a certification or an attack with its images and records, a training, or a checkpoint.
+
+    `patch` and `per_axis` change the threat and the masks. `weights` names the run's, if they moved; `dataset` and
+    `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of 3%, and shows
+    the images of `dataset` and `split`, or those that its training was validated on.
+    """
+    run = None if (settled(place) / "classifier.json").is_file() else read_run(place)
+    if isinstance(run, StoredCertification):
+        classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
+        built, notices, source = stored_defense(run, classifier), [*run.notices], find_images(run, dataset, data_dir)
+        if patch is not None or per_axis is not None:
+            built = _changed(built, patch, per_axis)
+            notices.append(f"records are about the run's own patch of {run.patch_words} and {run.masks_words}")
+        preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
+        about = f"{run.architecture} on {run.dataset}"
+        if isinstance(source, str):
+            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, source))
+        return Explorer(built, preprocessing, about, run.class_names, source, run.good, tuple(notices))
+    checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
+    if run and checkpoint == place:
+        raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
+    if weights is not None:
+        raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
+    classifier = load_classifier(model or str(checkpoint_architecture(checkpoint)), str(checkpoint))
+    classifier = classifier.to(device).to(memory_format=torch.channels_last)
+    threat = PatchThreat(classifier.input_size, parse_patches(patch or "3%", classifier.input_size))
+    built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
+    names = class_words(dict(enumerate(classifier.class_names or ())))
+    source = _images_of(checkpoint, dataset, data_dir, split)
+    if isinstance(source, str):
+        preprocessing = preprocessing_for(classifier, False, threat.image_size)
+        return Explorer(built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(source,))
+    classes = match_labels(source.class_names, classifier)
+    records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
+    preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
+    return Explorer(built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records)
+
+
+def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> ImageClassifier:
+    """The classifier whose weights have the sha256 of the manifest."""
+    wanted, tried = run.weights_sha256, []
+    if wanted is None or run.image_size is None or not run.patch_sizes:
+        raise CheckError(f"{run.folder} does not say which weights, patch and image size it certified")
+    recorded = str(run.config.get("model") or run.architecture)
+    if (
+        model is None and ":" in recorded
+    ):  # code, which only the user may name, not a folder that anybody may have written
+        raise InputError(f"{run.folder} certified the factory {recorded}; give it as the model to have its code run")
+    places = [str(place) for place, _ in find_weights(run) if place.exists()]
+    seed = run.config.get("seed")
+    for name in [weights] if weights else dict.fromkeys([*places, *([run.weights] if run.weights else [])]):
+        classes = len(run.class_names) or None if name == "random" else None
+        try:
+            architecture = model or checkpoint_architecture(Path(name)) or recorded
+            options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
+            classifier = load_classifier(architecture, name, num_classes=classes, **options)
+        except PatchproofError as error:
+            tried.append(str(error))
+            continue
+        found = weights_sha256(classifier)
+        if found == wanted:
+            return classifier
+        tried.append(f"{name} has the sha256 {str(found)[:12]}…")
+    raise CheckError(
+        f"the weights with the sha256 {wanted[:12]}… that {run.folder} certified are not found "
+        f"({'; '.join(tried) or 'it names none'}); give the right ones, or explore a checkpoint by itself"
+    )
+
+
+def _changed(built: Any, patch: str | None, per_axis: int | None) -> Any:
+    """The defence against another patch, or with other masks."""
+    if not isinstance(built, MaskedDefense):
+        raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
+    size = built.threat.image_size
+    threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
+    masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
+    return replace(built, masks=masks, threat=threat)
+
+
+def _images_of(checkpoint: Path, dataset: str | None, data_dir: Path | None, split: str | None) -> ImageSource | str:
+    """The images named, or those that the training around the checkpoint was validated on; else the reason in words."""
+    if dataset is not None:
+        return open_dataset(dataset, data_dir=data_dir, split=split)
+    if split is not None:
+        raise InputError("split needs a dataset; name it too")
+    try:
+        return find_images(read_run(checkpoint.resolve().parent), data_dir=data_dir)
+    except PatchproofError:
+        return "No images are named as the dataset; drop in your own."

@@ -1,0 +1,75 @@
+"""Several classifiers as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from patchproof.masking._images import show
+from patchproof.types import Classifier, InputError, Interpolation, Size
+
+
+class Ensemble(nn.Module):
+    """F(x) = log (1/k) Σ softmax(F_i(x)), the logarithm of the mean of the members' probabilities.
+
+    Under a mask, each member hides pixels its own way. Size, number and names of the classes are those of the members,
+    which must agree in them as far as they are known.
+    """
+
+    def __init__(self, members: Sequence[Classifier]) -> None:
+        super().__init__()
+        if not members:
+            raise InputError("an ensemble needs at least one member, got none; e.g. Ensemble([first, second])")
+        self.members = list(members)
+        self.networks = nn.ModuleList([member for member in members if isinstance(member, nn.Module)])
+        self.input_size: Size | None = self._agreed("input_size")
+        self.num_classes: int | None = self._agreed("num_classes")
+        self.class_names: tuple[str, ...] | None = self._agreed("class_names")
+        self.interpolation: Interpolation = next(iter(self._known("interpolation")), "bicubic")
+        self.crop_pct: float = next(iter(self._known("crop_pct")), 1.0)
+        names = [getattr(member, "architecture", type(member).__name__) for member in members]
+        self.architecture = f"ensemble of {', '.join(names)}"
+        self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"
+        if hasattr(members[0], "fill"):
+            self.fill: tuple[float, ...] = tuple(members[0].fill)
+        self.training = self.networks.training = any(network.training for network in self.networks)
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Log-probabilities of images in [0, 1], in float32."""
+        return _log_mean([member(images) for member in self.members])
+
+    def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
+        """Of masked images: each member is shown them its own way."""
+        return _log_mean([show(member, images, keep) for member in self.members])
+
+    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Ensemble | None:
+        """The ensemble of the members' lowered forms; None where one has none."""
+        offered = [getattr(member, "lowered", lambda *_, **__: None) for member in self.members]
+        forms: list[Any] = [lower(dtype, compiled=compiled) for lower in offered]
+        return None if None in forms else Ensemble(forms).eval()
+
+    def refresh(self) -> None:
+        """`refresh` of every member that has it."""
+        for member in self.members:
+            getattr(member, "refresh", lambda: None)()
+
+    def _known(self, name: str) -> list[Any]:
+        values = [getattr(member, name, None) for member in self.members]
+        return [value for value in values if value is not None]
+
+    def _agreed(self, name: str) -> Any:
+        values = self._known(name)
+        for value in values:
+            if value != values[0]:
+                raise InputError(f"the members of an ensemble must agree in {name}: {values[0]!r:.60}, {value!r:.60}")
+        return values[0] if values else None
+
+
+def _log_mean(logits: Sequence[Tensor]) -> Tensor:
+    log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
+    return log_probabilities.logsumexp(dim=0) - math.log(len(logits))

@@ -1,0 +1,110 @@
+"""What an attacker sees of a defence: views of an image, and ways to fail that can be climbed by gradient.
+
+A defence says for itself how it can fail (`objectives()`), so attacks need to know no defence.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchproof.geometry import mass_inside
+from patchproof.types import Size
+
+
+@dataclass(frozen=True)
+class Views:
+    """View u of an image hides the masks `first[u]` and `second[u]`; the last view, `whole`, hides nothing."""
+
+    keep: Bool[Tensor, "m 1 h w"]
+    first: Int64[Tensor, " u"]
+    second: Int64[Tensor, " u"]
+
+    @classmethod
+    def of(
+        cls,
+        image_size: Size,
+        device: torch.device,
+        keep: Bool[Tensor, "m 1 h w"] | None = None,
+        pairs: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]] | None = None,
+    ) -> Views:
+        """The views of these pairs of masks and the whole image; without masks, the whole image alone."""
+        whole = torch.ones(1, 1, *image_size, dtype=torch.bool, device=device)
+        masks = whole[:0] if keep is None else keep.to(device)
+        none = torch.zeros(0, dtype=torch.int64)
+        last = torch.tensor([len(masks)])
+        first, second = (torch.cat([t, last]).to(device) for t in (pairs or (none, none)))
+        return cls(torch.cat([masks, whole]), first, second)
+
+    @property
+    def whole(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def masks(self) -> Bool[Tensor, "n 1 h w"]:
+        return self.keep[:-1]
+
+    def shown(self, view: Int64[Tensor, " v"]) -> Bool[Tensor, "v 1 h w"]:
+        """True where a view shows the image."""
+        return self.keep[self.first[view]] & self.keep[self.second[view]]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a candidate's loss reads: its copies in the views `view[j]`, those that are `used`, and a wrong label."""
+
+    view: Int64[Tensor, "j k"]
+    used: Bool[Tensor, "j k"]
+    wrong: Int64[Tensor, " j"]
+
+    def __getitem__(self, rows: Tensor) -> Aim:
+        return Aim(self.view[rows], self.used[rows], self.wrong[rows])
+
+    @property
+    def passes(self) -> Int64[Tensor, " j"]:
+        return self.used.sum(dim=1)
+
+
+@dataclass(frozen=True)
+class CleanAnswers:
+    """What the attacker knows of the clean images: `logits[b, u]` is F of view u of image b."""
+
+    views: Views
+    labels: Int64[Tensor, " b"]
+    logits: Float[Tensor, "b u classes"]
+
+    def __getitem__(self, rows: Tensor) -> CleanAnswers:
+        return CleanAnswers(self.views, self.labels[rows], self.logits[rows])
+
+    def shows(self, places: Int64[Tensor, "b 4"]) -> Bool[Tensor, "b u"]:
+        """Which views show part of the patch?"""
+        every = torch.arange(len(self.views.first), device=self.views.first.device)
+        return mass_inside(self.views.shown(every)[:, 0].float(), places).T > 0.5
+
+
+class Objective(ABC):
+    """A way to fail: which views have to change, a loss over them, and the places where that can work at all."""
+
+    @abstractmethod
+    def views(self, image_size: Size, device: torch.device) -> Views:
+        """The views of an image that the objective reads."""
+
+    @abstractmethod
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        """The copies to change in each image with a patch at this place; later attempts may choose others."""
+
+    @abstractmethod
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        """Larger is worse for the defender."""
+
+    def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
+        """The views whose input gradient ranks the places of a patch."""
+        return torch.tensor([views.whole], device=views.first.device)
+
+    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"] | None:
+        """Places where the clean image's answers leave this failure open; they are tried first, not alone."""
+        return None

@@ -1,0 +1,217 @@
+"""What a report says about single runs: tables, and the words around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from patchproof.geometry import size_words
+from patchproof.report._lineage import Lineage
+from patchproof.report._tables import Cell, Column, Table, duration
+from patchproof.runs._reading import StoredCertification, StoredTraining, count_words, printable, shortened
+from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record, Tally, rates
+
+GUARANTEES = {
+    "recovery": "the right label under any such patch",
+    "detection": "the right label or an alarm under any such patch",
+}
+MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
+TWO_MASK_MARGIN = (
+    "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
+    "pair makes the classifier answer another label."
+)
+EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
+BOUNDS = (
+    "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
+    "robust accuracy is between them. A patch that was not found proves nothing."
+)
+ATTACK_NAMES = {
+    "undefended": "undefended",
+    "undefended_attacked": "undefended, attacked",
+    "defended": "defended",
+    "attacked": "defended, attacked",
+    "certified": "certified",
+}
+CLEAN = {"undefended_attacked": "undefended", "attacked": "defended"}
+"""An accuracy under attack, and the clean one that it cannot exceed."""
+
+
+def guarantee_note(runs: Iterable[StoredCertification]) -> str:
+    """What `certified` means in these runs."""
+    found = sorted({run.guarantee for run in runs})
+    return "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found) + "."
+
+
+def meanings(run: StoredCertification) -> dict[str, str]:
+    """What each accuracy is about."""
+    through = "double masking" if run.defense == "patchcleanser" else f"the defence {run.defense}"
+    return {
+        "undefended": "clean images, the classifier alone",
+        "defended": f"clean images, through {through}",
+        "certified": f"{run.guarantee}: {GUARANTEES[run.guarantee]}, provably",
+    }
+
+
+def margin_words(run: StoredCertification) -> tuple[str, ...]:
+    words = TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN
+    return (words,) if run.exhaustive else (words, EARLY)
+
+
+def accuracy_table(run: StoredCertification) -> Table:
+    columns = tuple(map(Column, ("accuracy", "images", "rate (95% interval)", "of what")))
+    rows = tuple((name, f"{r.k:,} of {r.n:,}", r, meanings(run)[name]) for name, r in run.rates.items())
+    return Table("accuracies", "Accuracies", columns, rows)
+
+
+def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
+    """The accuracies of each label, in the order of the labels."""
+    found: dict[int, list[Record]] = {}
+    for record in run.good:
+        found.setdefault(record.label, []).append(record)
+    return {label: rates(found[label]) for label in sorted(found)}
+
+
+def class_table(run: StoredCertification) -> Table:
+    names = list(run.rates)[::-1]
+    columns = (Column("class"), Column("images"), *map(Column, names))
+    rows: list[tuple[Cell, ...]] = []
+    for label, found in by_class(run).items():
+        rows.append((run.class_name(label), found["certified"].n, *(found[name] for name in names)))
+    note = f"With exact 95% intervals; {guarantee_note([run])}"
+    return Table("classes", "Accuracies by class", columns, tuple(rows), (note,))
+
+
+def ends(table: Table, count: int) -> Table:
+    """The rows with the lowest and with the highest certified accuracy, if there are more than twice as many."""
+    if len(table.rows) <= 2 * count:
+        return table
+    ordered = sorted(table.rows, key=lambda row: next(cell.rate for cell in row if isinstance(cell, Rate)))
+    note = f"The {count} lowest and the {count} highest of {len(table.rows):,} classes; tables/{table.key}.csv has all."
+    rows = (*ordered[:count], *ordered[-count:])
+    return Table(table.key, table.title, table.columns, rows, (*table.notes, note))
+
+
+def margins(run: StoredCertification, *, certified: bool) -> list[float]:
+    return [r.margin for r in run.good if r.margin is not None and bool(r.certified) == certified]
+
+
+def margin_unit(run: StoredCertification) -> str:
+    """Masked copies are compared by their logits; what another defence's margin is measured in is not known."""
+    return "margin" if run.masks is None else "margin (logits)"
+
+
+def margin_table(run: StoredCertification) -> Table:
+    heads = ("smallest", "5%", "median", "95%", "largest")
+    columns = (Column(margin_unit(run)), Column("images"), *(Column(head, digits=3) for head in heads))
+    rows: list[tuple[Cell, ...]] = []
+    for words, certified in (("certified", True), ("not certified", False)):
+        values = margins(run, certified=certified)
+        found = np.percentile(values, [0, 5, 50, 95, 100]).tolist() if values else [None] * 5
+        rows.append((words, len(values), *found))
+    unknown = sum(record.margin is None for record in run.good)
+    notes = (f"{unknown:,} images have no margin: it is not a finite number.",) if unknown else ()
+    return Table("margins", "Margins", columns, tuple(rows), notes)
+
+
+def cost_table(run: StoredCertification) -> Table:
+    passes = [record.forwards for record in run.good]
+    smallest, median, high, largest = np.percentile(passes, [0, 50, 95, 100]).tolist()
+    rows = [
+        ("passes, all images", f"{sum(passes):,}"),
+        ("passes per image, mean", f"{sum(passes) / len(passes):,.1f}"),
+        ("median", f"{median:,.0f}"),
+        ("from, to", f"{smallest:,.0f} to {largest:,.0f}"),
+        ("95% of images take at most", f"{high:,.0f}"),
+    ]
+    if run.defense == "patchcleanser" and run.masks is not None:
+        rows.append(("different masked copies per image", f"{len(run.masks.unions):,}"))
+    if run.seconds:
+        rows.append(("time", duration(run.seconds)))
+        rows.append(("images per second", f"{len(passes) / run.seconds:,.1f}"))
+    return Table("cost", "Cost", (Column("what"), Column("how much")), tuple(rows))
+
+
+def settings_table(run: StoredCertification, lineage: Lineage) -> Table:
+    rows = [
+        ("data set", run.dataset),
+        ("architecture", run.architecture),
+        ("weights", run.weights or "not named"),
+        ("trained on the masks of", lineage.strategy or "no training run is known"),
+        ("network input", "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels"),
+        ("patch", run.patch_words),
+        ("defence", run.defense),
+        ("guarantee", f"{run.guarantee}: {GUARANTEES[run.guarantee]}"),
+        ("masks", run.masks_words),
+        ("smallest margin that counts (τ)", "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)"),
+        ("precision", run.precision),
+        ("device", run.device),
+        ("folder", str(run.folder)),
+    ]
+    return Table(
+        "settings", "Made with", (Column("what"), Column("value")), tuple((what, printable(v)) for what, v in rows)
+    )
+
+
+def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
+    """All five over the same images: one that was not attacked counts as its clean answer, which keeps upper bounds
+    upper bounds. What was not attacked at all, or has no clean answers, has no rate."""
+    found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
+    for name, clean in CLEAN.items():
+        answers = [r.finding(clean) if r.finding(name) is None else r.finding(name) for r in run.attacks]
+        found[name] = Rate(sum(map(bool, answers)), len(answers)) if found[name].n else Rate(0, 0)
+    return {name: rate for name, rate in found.items() if rate.n}
+
+
+def attack_notices(run: StoredCertification) -> list[str]:
+    """What must be said first: certificates that broke, and records without a word about attacks."""
+    notices = []
+    broken = [str(record.index) for record in run.attacks if record.broken]
+    if broken:
+        words = count_words(len(broken), "certified image was", "certified images were")
+        which = shortened(", ".join(broken), 60)
+        rule = "which a certificate rules out"
+        notices.append(f"{words} broken by a patch, {rule}: image {which}; see broken/ in the run's folder")
+    silent = len(run.good) - len(run.attacks)
+    if run.attacks and silent:
+        words = count_words(silent, "record says", "records say")
+        notices.append(f"{words} nothing about attacks; the accuracies under attack leave them out")
+    return notices
+
+
+def attack_table(runs: Sequence[StoredCertification]) -> Table:
+    """All five accuracies, how many certificates broke, and what was tried; one run below each other, several a row
+    each."""
+    heads = ("run", *ATTACK_NAMES.values(), "certified but broken", "attacked copies")
+    notes, rows = [f"Rates with exact 95% intervals; {guarantee_note(runs)}"], []
+    for run in runs:
+        found, findings = attacked_rates(run), [r.attack for r in run.attacks if r.attack is not None]
+        passes, broken = sum(one.passes for one in findings), sum(record.broken for record in run.attacks)
+        rows.append((run.name, *(found.get(name) for name in ATTACK_NAMES), broken, passes))
+        tried = sum(one.attacked is not None for one in findings)
+        if 0 < tried < len(findings):
+            words = f"{tried:,} of {len(findings):,} images were attacked behind the defence"
+            notes.append(f"{run.name}: {words}; the others count as clean.")
+    if len(rows) > 1:
+        return Table("attacked", "Under attack", tuple(map(Column, heads)), tuple(rows), tuple(notes))
+    pairs = tuple(zip(heads[1:], rows[0][1:], strict=True))
+    return Table("attacked", "Under attack", (Column("what"), Column("images")), pairs, tuple(notes))
+
+
+def changed(run: StoredCertification) -> list[Record]:
+    """The images whose right defended answer a patch changed, broken certificates first."""
+    fell = [r for r in run.attacks if r.attack is not None and r.attack.place is not None and (r.defended or r.broken)]
+    return sorted(fell, key=lambda r: (not r.broken, r.index))
+
+
+def training_table(runs: Sequence[StoredTraining]) -> Table:
+    heads = ("run", "strategy", "extra passes per image", "steps", "epochs", "seconds", "best epoch")
+    columns = (*map(Column, heads), Column("undefended"), Column("certified"))
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        best = run.best
+        found = (best.epoch, best.undefended, best.certified) if best else (None, None, None)
+        steps = run.losses[-1][0] if run.losses else 0
+        rows.append((run.name, run.strategy, run.search_passes, steps, len(run.epochs), run.seconds, *found))
+    note = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
+    return Table("training", "Training", columns, tuple(rows), (note,))

@@ -1,0 +1,329 @@
+"""The figures about records, attacks, comparisons and trainings; every one says its n and shows 95% intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from patchproof.report._compare import TracedRun, strategy_order
+from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, margin_unit, margins
+from patchproof.report._figures import (
+    COLOURS,
+    INK,
+    LINES,
+    MARKERS,
+    Picture,
+    draw,
+    error_bars,
+    error_line,
+    errors,
+    percent_axis,
+    percents,
+)
+from patchproof.runs._reading import StoredCertification, StoredTraining, shortened
+from patchproof.runs._record import Rate
+
+MOST_CLASSES = 40
+"""So many classes can be told apart in one figure; of more, the distribution is shown."""
+
+BINS = 24
+OUTER = 0.5
+"""Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
+
+POINTS = 120
+"""Of a loss curve: each is the mean over as many steps as it takes."""
+
+FEW_TICKS = 8
+FEW_NAMES = 4
+"""As many ticks with numbers, or with names, stand side by side."""
+
+
+def counts(values: Iterable[int]) -> str:
+    return shortened(", ".join(f"{value:,}" for value in sorted(set(values))), 24)
+
+
+def class_picture(run: StoredCertification) -> Picture:
+    found, certified = by_class(run), f"certified ({run.guarantee})"
+    n = f"n = {len(run.good):,}"
+    if len(found) > MOST_CLASSES:
+        ordered = sorted((rates["certified"] for rates in found.values()), key=lambda rate: (rate.rate, rate.n))
+
+        def ranked(axes: Axes) -> None:
+            ranks = list(range(1, len(ordered) + 1))
+            low, high = ([100 * rate.interval[end] for rate in ordered] for end in (0, 1))
+            axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
+            axes.step(ranks, percents(ordered), where="mid", color=COLOURS[0], label=certified)
+            axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
+
+        alt = f"Certified accuracy of {len(ordered)} classes in rising order with 95% intervals."
+        return draw("classes", f"Certified accuracy of {len(ordered):,} classes, {n}", alt, ranked)
+    names = [f"{shortened(run.class_name(label), 24)} (n = {r['certified'].n})" for label, r in found.items()]
+
+    def plot(axes: Axes) -> None:
+        for number, (name, label) in enumerate({"certified": certified, "defended": "defended"}.items()):
+            places = [place + 0.16 * (1 - 2 * number) for place in range(len(names))]
+            _points(axes, [r[name] for r in found.values()], places, label=label, number=number, hollow=number == 1)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="images of the class (%)", xlim=(-2, 102), ylim=(len(names) - 0.4, -0.6))
+
+    alt = f"Certified and defended accuracy of {len(names)} classes with 95% intervals, {n}."
+    return draw("classes", f"Accuracy by class, {n}", alt, plot, height=1.2 + 0.27 * len(names))
+
+
+def _points(
+    axes: Axes, rates: Sequence[Rate], places: Sequence[float], *, label: str, number: int, hollow: bool
+) -> None:
+    """Rates as points along horizontal lines, with their 95% intervals."""
+    axes.errorbar(
+        percents(rates),
+        places,
+        xerr=errors(rates),
+        fmt=MARKERS[number],
+        color=COLOURS[number],
+        markerfacecolor="none" if hollow else COLOURS[number],
+        capsize=2,
+        elinewidth=1,
+        label=label,
+    )
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Shares of all n images between consecutive `edges`; `clipped` values are outside and count in the end bins."""
+
+    edges: tuple[float, ...]
+    shares: tuple[tuple[Rate, ...], ...]
+    clipped: int
+
+
+def histogram(groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS) -> Histogram | None:
+    """One row of shares per group, over common bins of a round width, one of which begins at 0 if that is within."""
+    values = np.array([value for group in groups for value in group], dtype=np.float64)
+    if not len(values):
+        return None
+    least, most = np.percentile(values, [OUTER, 100 - OUTER]).tolist()
+    room = 0.5 if least == most else 0.0
+    edges = list(map(float, MaxNLocator(bins).tick_values(least - room, most + room)))
+    low, high = edges[0], edges[-1]
+    found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
+    clipped = int(((values < low) | (values > high)).sum())
+    return Histogram(tuple(edges), tuple(tuple(Rate(k, n) for k in row) for row in found), clipped)
+
+
+def record_pictures(run: StoredCertification) -> dict[str, Picture]:
+    """Histograms of margins and passes of the certified images and of the others, as far as there is something."""
+    passes = [[float(r.forwards) for r in run.good if bool(r.certified) == kind] for kind in (True, False)]
+    both = [margins(run, certified=kind) for kind in (True, False)]
+    found = [
+        _histogram_picture(run, "margins", "Margins", margin_unit(run), both),
+        _histogram_picture(run, "cost", "Passes per image", "passes per image", passes),
+    ]
+    return {picture.key: picture for picture in found if picture is not None}
+
+
+def _histogram_picture(
+    run: StoredCertification, key: str, title: str, unit: str, groups: Sequence[Sequence[float]]
+) -> Picture | None:
+    found = histogram(groups, n=len(run.good))
+    if found is None:
+        return None
+
+    def plot(axes: Axes) -> None:
+        for words, group, shares, number in zip(
+            ("certified", "not certified"), groups, found.shares, (0, 1), strict=True
+        ):
+            error_bars(axes, found.edges, shares, label=f"{words} (n = {len(group):,})", number=number)
+        if found.edges[0] < 0 < found.edges[-1]:
+            axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        beyond = f"; {found.clipped:,} beyond the ends in the end bins" if found.clipped else ""
+        axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
+
+    alt = f"Histogram of {unit} of {len(groups[0]):,} certified and {len(groups[1]):,} other images."
+    return draw(key, f"{title}, n = {len(run.good):,}", alt, plot)
+
+
+def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
+    """For each run the accuracies as points on a line; the band from certified to attacked holds robust accuracy."""
+    found = [attacked_rates(run) for run in runs]
+
+    def plot(axes: Axes) -> None:
+        for place, rates in enumerate(found):
+            if "attacked" in rates:
+                low, high = 100 * rates["certified"].rate, 100 * rates["attacked"].rate
+                axes.fill_betweenx([place - 0.34, place + 0.34], low, high, color=COLOURS[0], alpha=0.18, linewidth=0)
+        for number, (name, words) in enumerate(ATTACK_NAMES.items()):
+            shown = {place + 0.12 * (number - 2): rates[name] for place, rates in enumerate(found) if name in rates}
+            hollow = name.endswith("attacked")
+            _points(axes, list(shown.values()), list(shown), label=words, number=number, hollow=hollow)
+        names = [f"{shortened(run.name, 24)}\n({run.guarantee})" for run in runs]
+        axes.set_yticks(range(len(runs)), names)
+        axes.set(xlabel="images (%)", xlim=(-2, 102), ylim=(len(runs) - 0.4, -0.6))
+
+    n = counts(len(run.attacks) for run in runs)
+    alt = f"Five accuracies of {len(runs)} attacked runs with 95% intervals, n = {n}; a band holds what is robust."
+    title = f"Bounds on robust accuracy, n = {n}"
+    return draw("attacked", title, alt, plot, height=1.9 + 0.6 * len(runs))
+
+
+Point = tuple[float, TracedRun]
+
+
+def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
+    """Certified accuracy against masks per axis, patch size and training cost, where at least two values are there."""
+    known = [one for one in traced if one.certified.n]
+
+    def masks(one: TracedRun) -> float | None:
+        return None if one.run.axes is None else float(max(one.run.axes))
+
+    cost = "strategy, and its extra passes per image in training"
+    found = [
+        _against(known, "masks", "masks per axis", masks, lambda one: (one.run.patch_words,)),
+        _against(
+            known,
+            "patch size",
+            "patch (% of the image's area)",
+            lambda one: one.run.patch_percent,
+            lambda one: (one.run.masks_words,),
+        ),
+        _against(
+            known,
+            "training cost",
+            cost,
+            lambda one: one.lineage.passes,
+            lambda one: (one.run.masks_words, one.run.patch_words),
+            by_strategy=False,
+        ),
+    ]
+    return [picture for picture in found if picture is not None]
+
+
+def _against(
+    traced: Sequence[TracedRun],
+    what: str,
+    unit: str,
+    x: Callable[[TracedRun], float | None],
+    rest: Callable[[TracedRun], tuple[str, ...]],
+    *,
+    by_strategy: bool = True,
+) -> Picture | None:
+    """One line for all runs that differ in x alone; None where no two do."""
+    lines = _lines(traced, x, rest, by_strategy=by_strategy)
+    if not lines:
+        return None
+    points = [point for line in lines.values() for point in line]
+    costs = sorted({(value, one.label) for value, one in points}, key=lambda cost: (cost[0], strategy_order(cost[1])))
+    differ = [i for i in range(len(next(iter(lines)))) if len({name[i] for name in lines}) > 1] or [0]
+    guarantees = sorted({one.run.guarantee for _, one in points})
+
+    def plot(axes: Axes) -> None:
+        for number, (words, line) in enumerate(lines.items()):
+            at = [value if by_strategy else float(costs.index((value, one.label))) for value, one in line]
+            rates, name = [one.certified for _, one in line], shortened(" · ".join(words[i] for i in differ), 60)
+            error_line(axes, at, rates, label=name, number=number, of=len(lines), joined=by_strategy)
+        if by_strategy:
+            values = sorted({value for value, _ in points})
+            aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside
+            axes.set_xlim(values[0] - aside, values[-1] + aside)
+            if len(values) <= FEW_TICKS:
+                axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
+                axes.minorticks_off()
+        else:  # a place for each strategy in the order of its cost
+            axes.set_xticks(range(len(costs)), [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs])
+            axes.tick_params(axis="x", rotation=0 if len(costs) <= FEW_NAMES else 40)
+            for label in axes.get_xticklabels() if len(costs) > FEW_NAMES else ():
+                label.set(ha="right", rotation_mode="anchor")
+            axes.set_xlim(-0.5, len(costs) - 0.5)
+        axes.set(xlabel=unit, ylabel=f"certified ({', '.join(guarantees)}), % of images")
+        percent_axis(axes, (one.certified for _, one in points))
+
+    title, n = f"Certified accuracy against {what}", counts(one.certified.n for _, one in points)
+    alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals, n = {n}."
+    key = "by-" + what.replace(" size", "").replace(" ", "-")
+    return draw(key, f"{title}, n = {n}", alt, plot, height=3.0 + 0.16 * len(lines))
+
+
+def _lines(
+    traced: Sequence[TracedRun],
+    x: Callable[[TracedRun], float | None],
+    rest: Callable[[TracedRun], tuple[str, ...]],
+    *,
+    by_strategy: bool,
+) -> dict[tuple[str, ...], list[Point]]:
+    """Words that name a line -> its points in the order of x. What is not x is the same all along a line."""
+    groups: dict[tuple[Hashable, ...], list[Point]] = {}
+    for one in traced:
+        value, run = x(one), one.run
+        if value is not None:
+            own = (one.label, run.weights_sha256) if by_strategy else ("", None)
+            facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
+            groups.setdefault((*own, *facts, *rest(one)), []).append((value, one))
+    lines: dict[tuple[str, ...], list[Point]] = {}
+    for points in groups.values():
+        if len({value for value, _ in points}) > 1:
+            one = points[0][1]
+            images = f"{one.run.dataset}, n = {one.certified.n:,}"
+            label = (one.label,) if by_strategy else ()
+            words = (*label, images, one.run.architecture, one.defense_words, *rest(one))
+            number, name = 1, words
+            while name in lines:  # e.g. two trainings with the same strategy
+                number += 1
+                name = (f"{words[0]} (run {number})", *words[1:])
+            lines[name] = sorted(points, key=lambda point: point[0])
+    return lines
+
+
+def line_name(run: StoredTraining) -> str:
+    return shortened(run.name if run.strategy in run.name else f"{run.name} ({run.strategy})", 40)
+
+
+def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
+    """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
+    validated = [run for run in runs if run.epochs]
+    pictures = [_loss_picture([run for run in runs if run.losses])] if any(run.losses for run in runs) else []
+    return pictures + [_validation_picture(validated, name) for name in ("certified", "undefended") if validated]
+
+
+def _loss_picture(runs: Sequence[StoredTraining]) -> Picture:
+    def plot(axes: Axes) -> None:
+        for number, run in enumerate(runs):
+            steps, low, mean, high = smoothed(run.losses)
+            colour = COLOURS[number % len(COLOURS)]
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(steps, mean, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
+        axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+
+    steps = counts(len(run.losses) for run in runs)
+    alt = f"Training loss of {len(runs)} runs ({steps} steps); the band holds 80% of the steps around each point."
+    title = f"Training loss, n = {steps} steps, 80% of them in the band"
+    return draw("loss", title, alt, plot, height=3.0 + 0.16 * len(runs))
+
+
+def smoothed(losses: Sequence[tuple[int, float]]) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Step, 10%, mean and 90% of the losses of neighbouring steps, in at most POINTS groups."""
+    groups = np.array_split(np.array(losses, dtype=np.float64), min(POINTS, len(losses)))
+    steps = [float(group[:, 0].mean()) for group in groups]
+    low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
+    return steps, low, [float(group[:, 1].mean()) for group in groups], high
+
+
+def _validation_picture(runs: Sequence[StoredTraining], name: str) -> Picture:
+    words = "certified (recovery)" if name == "certified" else name
+    every: list[Rate] = [getattr(epoch, name) for run in runs for epoch in run.epochs]
+
+    def plot(axes: Axes) -> None:
+        for number, run in enumerate(runs):
+            at, rates = [float(epoch.epoch) for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
+            error_line(axes, at, rates, label=line_name(run), number=number, of=len(runs))
+        last = max(epoch.epoch for run in runs for epoch in run.epochs)
+        axes.set(xlabel="epoch", ylabel=f"{words}, % of validation images", xlim=(0.5, last + 0.5))
+        percent_axis(axes, every)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    n = counts(rate.n for rate in every)
+    alt = f"{name.capitalize()} accuracy on validation images after each epoch of {len(runs)} runs, 95% intervals."
+    title = f"Validation, {name}, n = {n}"
+    return draw(f"validation-{name}", title, alt, plot, height=3.0 + 0.16 * len(runs))

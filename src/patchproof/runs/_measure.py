@@ -1,0 +1,84 @@
+"""τ for a run: measured on its own images, or on generated ones where those may be hostile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from patchproof.data import ImageSource, evenly_spread, iterate_batches
+from patchproof.defenses import device_of
+from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier
+from patchproof.types import InputError, Preprocessing, Size
+
+MOST_COPIES, FEWEST_COPIES = 512, 16
+SHARE = 4
+"""A float32 run compares at most one in so many of its one-mask copies: small runs stay quick."""
+
+CHECKED_FLOATS = 1 << 29
+"""Images to check the classifier on take at most so many numbers: two gigabytes."""
+
+
+def measure_tau(
+    defense: Any,
+    source: ImageSource,
+    indices: Sequence[int],
+    preprocessing: Preprocessing,
+) -> tuple[Measured, Drift] | None:
+    """On a few images from all over the run; None for a defence without a classifier."""
+    if getattr(defense, "classifier", None) is None:
+        return None
+    copies = MOST_COPIES
+    if _engine(defense).precision == "fp32":
+        copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(_masks(defense)) // SHARE))
+    height, width = defense.threat.image_size
+    wanted = max(FEWEST_COPIES, min(copies, CHECKED_FLOATS // (3 * height * width)))
+    spread = [indices[i] for i in evenly_spread(wanted, len(indices))]
+    for candidates in (spread, indices):
+        for batch in iterate_batches(source, preprocessing, candidates, batch_size=wanted, skip_bad=True):
+            if len(batch.images):
+                return _measured(defense, as_images(batch.images, device_of(defense)), copies)
+    raise InputError(f"none of the {len(indices)} images of {source.name} can be read")
+
+
+def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
+    """On generated images: an image that somebody hands in must not choose its own τ."""
+    classifier = getattr(defense, "classifier", None)
+    if classifier is None:
+        return None
+    channels = len(getattr(classifier, "fill", (0.5,) * 3))
+    images = generated_images(64, channels, defense.threat.image_size).to(device_of(defense))
+    return _measured(defense, images.contiguous(memory_format=torch.channels_last), MOST_COPIES)
+
+
+def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n c h w"]:
+    """Random colour gradients of several scales with some noise, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.zeros(count, channels, *size)
+    for cells in (2, 5, 11):
+        coarse = torch.rand(count, channels, cells, cells, generator=generator)
+        images += functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
+    return (images / 3 + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1)
+
+
+def _measured(defense: Any, images: Tensor, copies: int) -> tuple[Measured, Drift]:
+    classes = getattr(defense.classifier, "num_classes", None)
+    return check_classifier(
+        defense.classifier, images, _masks(defense), num_classes=classes, engine=_engine(defense), copies=copies
+    )
+
+
+def _engine(defense: Any) -> Engine:
+    return getattr(defense, "engine", None) or Engine()
+
+
+def _masks(defense: Any) -> Any:
+    """The occlusions to measure under: the defence's own, or those of a covering set."""
+    threat: PatchThreat = defense.threat
+    own = getattr(defense, "masks", None)
+    return covering_masks(threat, per_axis=3) if own is None else own

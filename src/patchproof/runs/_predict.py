@@ -1,0 +1,236 @@
+"""Prediction: the defended answer for images of your own, and what is proved about it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
+from patchproof.defenses import DEFENSES, Assessment, Defense, assess, device_of
+from patchproof.geometry import PatchThreat, covering_masks, native_threat, parse_patches
+from patchproof.masking import Audit, Measured, as_images
+from patchproof.models import weights_sha256, wordnet_words
+from patchproof.runs._attack import as_judge
+from patchproof.runs._measure import measure_on_generated
+from patchproof.runs._reading import StoredCertification
+from patchproof.runs._session import IMAGES_AT_ONCE, preprocessing_for
+from patchproof.types import CheckError, InputError, Preprocessing, Size
+
+SMALL = 64
+"""An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
+
+DECODERS = 2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer for one image; −1 is an alarm. `certified`: no patch of the threat on this very image changes it
+    (detection: but into an alarm)."""
+
+    path: str
+    label: int
+    name: str
+    certified: bool
+    margin: float | None
+    forwards: int
+    remarks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """An image that cannot be answered, and why."""
+
+    path: str
+    reason: str
+
+
+class Predictions(list[Prediction | Unusable]):
+    """Answers in the order of the images; `misjudged` counts those that a fast precision got further from float32 than
+    its τ allows: float32 answered them."""
+
+    misjudged: int = 0
+
+
+DefenseFor = Defense | Callable[[Size], Defense]
+"""One defence for all images, or the one for images of a native size."""
+
+
+def predict(
+    defense: DefenseFor,
+    images: Sequence[Path | Image.Image],
+    *,
+    on_answer: Callable[[Prediction | Unusable], None] | None = None,
+    preprocessing: Preprocessing | None = None,
+) -> Predictions:
+    """Answers in the order of the images; the next batch is decoded while this one is evaluated.
+
+    Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
+    that a fast precision misjudges is answered, and certified, in float32.
+    """
+    views, answers = _Views(defense, preprocessing), Predictions()
+    size = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
+    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
+        waiting: deque[list[tuple[str, Future[Any]]]] = deque()
+        for start in range(0, len(images) + size, size):
+            batch = [(str(getattr(i, "filename", i)), pool.submit(views.read, i)) for i in images[start : start + size]]
+            waiting.append(batch)
+            if len(waiting) > 1:
+                for answer in _answers(waiting.popleft(), answers):
+                    answers.append(answer)
+                    if on_answer is not None:
+                        on_answer(answer)
+    return answers
+
+
+class _Views:
+    """How an image of each size is seen: its size alone decides preprocessing and defence."""
+
+    def __init__(self, defense: DefenseFor, preprocessing: Preprocessing | None) -> None:
+        self.defense, self.preprocessing = defense, preprocessing
+        self.known: dict[int, Any] = {}
+        self.lock = threading.Lock()
+
+    def of(self, size: Size) -> tuple[Any, Preprocessing]:
+        with self.lock:
+            chosen: Any = self.defense if isinstance(self.defense, Defense) else self.defense(size)
+            if id(chosen) not in self.known:
+                self.known[id(chosen)] = chosen, with_tau(chosen)  # holds on to `chosen`, whose id is the key
+            ready = self.known[id(chosen)][1]
+        classifier = getattr(ready, "classifier", None)
+        return ready, self.preprocessing or preprocessing_for(classifier, max(size) < SMALL, ready.threat.image_size)
+
+    def read(self, image: Path | Image.Image) -> tuple[Any, Tensor]:
+        picture = image.convert("RGB") if isinstance(image, Image.Image) else decode(image)
+        ready, preprocessing = self.of((picture.height, picture.width))
+        return ready, preprocess(picture, preprocessing)
+
+
+def with_tau(defense: Any) -> Any:
+    """The defence ready to predict: its τ is not from the images it will see, and hostile ones do not stop it."""
+    if hasattr(defense, "with_engine") and not isinstance(defense.engine, Measured):
+        measured = measure_on_generated(defense)
+        defense = defense if measured is None else defense.with_engine(measured[0])
+    return as_judge(defense)
+
+
+def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> Iterator[Prediction | Unusable]:
+    """One `assess` for all images that are seen in the same way."""
+    answers: dict[int, Prediction | Unusable] = {}
+    alike: dict[int, tuple[Any, dict[int, Tensor]]] = {}
+    for position, (path, image) in enumerate(batch):
+        try:
+            ready, pixels = image.result()
+            alike.setdefault(id(ready), (ready, {}))[1][position] = pixels
+        except (BadImageError, InputError) as error:
+            reason = error.reason if isinstance(error, BadImageError) else str(error)
+            answers[position] = Unusable(path, reason)
+    for ready, group in alike.values():
+        found, misjudged = _assessed(ready, as_images(torch.stack(list(group.values())), device_of(ready)))
+        so_far.misjudged += misjudged
+        proof = found.certificates
+        for row, position in enumerate(group):
+            label, margin = int(found.predictions[row]), float(proof.margin[row])
+            answers[position] = Prediction(
+                path=batch[position][0],
+                label=label,
+                name=label_name(getattr(ready, "classifier", None), label),
+                certified=bool(proof.certified[row]),
+                margin=round(margin, 6) if math.isfinite(margin) else None,
+                forwards=int(proof.forwards[row]),
+                remarks={name: values[row].item() for name, values in found.remarks.items()},
+            )
+    return (answers[position] for position in range(len(batch)))
+
+
+def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
+    """Answers and certificates; once more, in float32, where the fast precision was off by more than its τ allows."""
+    if not hasattr(ready, "evaluator"):
+        return assess(ready, images).to("cpu"), 0
+    ready.evaluator.audit = Audit()
+    found = assess(ready, images).to("cpu")
+    wrong = torch.tensor(sorted(ready.evaluator.audit.exceeded), dtype=torch.int64)
+    if len(wrong):
+        engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0)
+        sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
+        ours, theirs = _tensors(found), _tensors(sure)
+        for name, values in ours.items():
+            values[wrong] = theirs[name]
+    return found, len(wrong)
+
+
+def _tensors(found: Assessment) -> dict[str, Tensor]:
+    proof = found.certificates
+    own = {"predictions": found.predictions, "certified": proof.certified, "margin": proof.margin}
+    return own | {"forwards": proof.forwards, **found.remarks}
+
+
+def label_name(classifier: Any, label: int) -> str:
+    """The class in words: its name, and for a WordNet id what that stands for."""
+    names = getattr(classifier, "class_names", None)
+    if label < 0:
+        return "alarm"
+    if names is None:
+        return f"class {label}"
+    words = wordnet_words(names[label])
+    return f"{words} ({names[label]})" if words else str(names[label])
+
+
+def image_files(path: Path) -> Iterator[Path]:
+    """The file itself, or every image below the folder in a fixed order."""
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise InputError(f"no such image or folder: {path}")
+    found = [Path(root) / name for root, _, names in os.walk(path) for name in names]
+    files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
+    if not files:
+        raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
+    yield from files
+
+
+def stored_defense(run: StoredCertification, classifier: Any) -> Any:
+    """The defence that a certification was about, with its masks, precision and τ, on the same weights."""
+    found, wanted = weights_sha256(classifier), run.weights_sha256
+    if wanted is None or found != wanted:
+        raise CheckError(
+            f"these weights are not known to be those that {run.folder} certified (sha256 {str(found)[:12]}…, not "
+            f"{str(wanted)[:12]}…); give the weights of that run"
+        )
+    if run.fill is not None and tuple(run.fill) != tuple(getattr(classifier, "fill", run.fill)):
+        raise CheckError(f"{run.folder} was certified with masked pixels of {run.fill}; this classifier has other ones")
+    if run.defense not in DEFENSES or run.masks is None or run.image_size is None:
+        raise InputError(f"{run.folder} is about the defence `{run.defense}`, which has no name here; build your own")
+    tau = run.manifest["tau"]
+    engine = Measured(precision=run.manifest["precision"], tau=tau["fast"], tau_fp32=tau["fp32"])
+    threat = PatchThreat(run.image_size, run.patch_sizes)
+    return DEFENSES[run.defense].kind(classifier, run.masks, threat, engine=engine)
+
+
+def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
+    """`stored_defense` for images of any size: where the patch is measured on the original image, its footprint and the
+    masks depend on that image's size."""
+    stored = stored_defense(run, classifier)
+    if not run.native:
+        return stored
+
+    @cache
+    def of(native: Size) -> Any:
+        how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
+        patches = parse_patches(str(run.config["patch"]), native)
+        threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how)
+        return replace(stored, masks=covering_masks(threat, per_axis=run.axes or 3), threat=threat)
+
+    return of

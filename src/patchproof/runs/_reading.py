@@ -1,0 +1,430 @@
+"""Run folders read without changing them, for reports, the explorer and listings.
+
+A manifest that is not exactly what was written is an error: nothing is shown of a run that cannot say what it measured.
+Every number comes from records.jsonl or log.jsonl; results.json is compared with the records, and gives the time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from patchproof.data import ImageSource, evenly_spread, open_dataset
+from patchproof.geometry import MaskSet, Rect, size_words
+from patchproof.models import is_whole, wordnet_words
+from patchproof.runs._files import checksum, read_json
+from patchproof.runs._manifest import SCHEMA
+from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of
+
+CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
+RESTORE = "restore it from a copy, or make the run again in another folder"
+OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
+"""The defence of runs whose manifest names none: there was no other."""
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class StoredCertification:
+    """A run of `certify` or `attack`: at most one record per image, what it was made with, and what is doubtful."""
+
+    name: str
+    folder: Path
+    manifest: Mapping[str, Any]
+    records: tuple[Record, ...]
+    class_names: Mapping[int, str]
+    seconds: float | None
+    notices: tuple[str, ...]
+    dataset: str
+    architecture: str
+    weights: str | None
+    defense: str
+    guarantee: str
+    image_size: Size | None
+    patch_sizes: tuple[Size, ...]
+    native: bool
+    masks: MaskSet | None
+    preprocessing: Preprocessing | None
+    fill: tuple[float, ...] | None
+    planned: int
+    available: int
+    data_sha256: str | None
+    weights_sha256: str | None
+    precision: str
+    device: str
+    tau: float | None
+    exhaustive: bool
+
+    @cached_property
+    def good(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.error is None)
+
+    @cached_property
+    def rates(self) -> dict[str, Rate]:
+        """The accuracies; `undefended` is missing where the defence has no classifier of its own to ask."""
+        return {name: rate for name, rate in rates(self.good).items() if rate.n or not self.good}
+
+    @cached_property
+    def attacks(self) -> tuple[Record, ...]:
+        """The records that say what attacks did; none of a run of `certify`."""
+        return tuple(record for record in self.good if record.attack is not None)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The command line's settings; empty for a run made from Python."""
+        return self.manifest.get("config") or {}
+
+    @property
+    def axes(self) -> Size | None:
+        """Masks per axis, vertical and horizontal; None where the masks form no grid."""
+        try:
+            return None if self.masks is None else (len(self.masks.axes[0]), len(self.masks.axes[1]))
+        except InputError:
+            return None
+
+    @property
+    def masks_words(self) -> str:
+        if self.masks is None:
+            return "no masks"
+        return f"{size_words(self.axes)} masks" if self.axes else f"{len(self.masks)} masks"
+
+    @property
+    def patch_percent(self) -> float | None:
+        """The largest patch's share of the network input's area."""
+        if self.image_size is None or not self.patch_sizes:
+            return None
+        return 100 * max(h * w for h, w in self.patch_sizes) / (self.image_size[0] * self.image_size[1])
+
+    @property
+    def patch_words(self) -> str:
+        if self.patch_percent is None:
+            return "unknown size"
+        native = f", footprint of {printable(str(self.config.get('patch')))} native" if self.native else ""
+        return f"{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
+
+    def class_name(self, label: int) -> str:
+        return "alarm" if label < 0 else self.class_names.get(label, f"class {label}")
+
+
+@dataclass(frozen=True)
+class StoredEpoch:
+    """Validation after one epoch of training."""
+
+    epoch: int
+    step: int
+    undefended: Rate
+    certified: Rate
+
+
+@dataclass(frozen=True)
+class StoredTraining:
+    """A run of `train`: one loss per step, validation accuracies per epoch."""
+
+    name: str
+    folder: Path
+    manifest: Mapping[str, Any]
+    losses: tuple[tuple[int, float], ...]
+    epochs: tuple[StoredEpoch, ...]
+    strategy: str
+    search_passes: int | None
+    """Extra passes per image that the strategy takes, forward and backward, as the paper counts them."""
+    mask_patch: str
+    weights_sha256: str | None
+    """Of the last checkpoint of a finished training."""
+    seconds: float | None
+    notices: tuple[str, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.manifest.get("config") or {}
+
+    @property
+    def best(self) -> StoredEpoch | None:
+        """The epoch in `checkpoint-best`: most certified, then most right, the first of equals."""
+        return max(self.epochs, key=lambda e: (e.certified.k, e.undefended.k, -e.epoch), default=None)
+
+
+StoredRun = StoredCertification | StoredTraining
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[StoredCertification], list[StoredTraining]]:
+    """Each folder once, in the order given, under the last parts of its path that differ from the others'."""
+    unique: dict[Path, Path] = {}
+    for folder in folders:
+        unique.setdefault(Path(os.path.realpath(folder)), folder)  # Path.resolve fails on links that form a loop
+    ends = Counter(path.parts[-count:] for path in unique for count in range(1, len(path.parts) + 1))
+    found = []
+    for path, folder in unique.items():
+        lengths = range(1, len(path.parts))
+        short = next((path.parts[-n:] for n in lengths if ends[path.parts[-n:]] == 1), path.parts)
+        found.append(read_run(folder, printable("/".join(short))))
+    return [r for r in found if isinstance(r, StoredCertification)], [r for r in found if isinstance(r, StoredTraining)]
+
+
+def read_run(folder: Path, name: str | None = None) -> StoredRun:
+    """The run in this folder; InputError where there is none, CheckError where it cannot be trusted."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
+            raise CheckError(f"{path} is missing, so what the run measured is not known; {RESTORE}")
+        inside = sorted(path.parent for path in folder.glob("**/manifest.json")) if folder.is_dir() else []
+        hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
+        raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
+    manifest = read_json(path)
+    command = manifest.get("command")
+    if not isinstance(command, str) or not isinstance(manifest.get("identity"), dict):
+        raise CheckError(f"{path} is not the manifest of a run; {RESTORE}")
+    if manifest.get("schema") != SCHEMA:
+        found = printable(str(manifest.get("schema")))
+        raise CheckError(f"{path} has schema {found}, this version reads {SCHEMA}; make the run again with it")
+    if not is_whole(manifest):
+        raise CheckError(f"{path} is damaged: not what was written; {RESTORE}")
+    if (folder / "spoiled.json").exists():
+        reason = printable(str(read_json(folder / "spoiled.json").get("reason")))
+        raise CheckError(f"{folder} cannot be trusted: {reason}; make the run again in another folder")
+    if command not in ("certify", "attack", "train"):
+        raise InputError(f"{folder} holds a `{printable(command)}` run, not one of certify, attack or train")
+    read = _training if command == "train" else _certification
+    try:
+        return read(folder, name or printable(Path(os.path.realpath(folder)).name), manifest)
+    except UNREADABLE as error:
+        raise CheckError(f"{path} is damaged ({printable(repr(error))}); {RESTORE}") from error
+
+
+def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredCertification:
+    identity, data = manifest["identity"], manifest["data"]
+    model, config = manifest.get("model") or {}, manifest.get("config") or {}
+    defense = identity.get("defense", OLD_RUNS | {key: identity.get(key) for key in ("patch_sizes", "exhaustive")})
+    drawn = manifest.get("masks")
+    masks = drawn and MaskSet(_size(drawn["image_size"]), tuple(Rect(*map(index, rect)) for rect in drawn["rects"]))
+    size = defense.get("image_size") or (masks and masks.image_size)
+    images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
+    if images is None:
+        raise ValueError(f"images: {identity['images']!r}")
+    planned, available = int(images[1]), int(images[2])
+    guarantee = manifest.get("guarantee") or defense["guarantee"]
+    require_one_of("guarantee", guarantee, ("recovery", "detection"))
+    read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
+    records = tuple({record.index: record for record in reversed(read)}.values())[::-1]  # the first of each image
+    results = _results(folder)
+    fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
+    how: dict[str, Any] = identity.get("preprocessing") or {}
+    how = {key: tuple(value) if isinstance(value, list) else value for key, value in how.items()}
+    # Labels are the classifier's outputs; where these have no names, the data set's are theirs if there are as many.
+    classes = data["class_names"] if model.get("classes") in (None, len(data["class_names"])) else ()
+    run = StoredCertification(
+        name=name,
+        folder=folder,
+        manifest=manifest,
+        records=records,
+        class_names=class_words(dict(enumerate(model.get("class_names") or classes))),
+        seconds=_seconds((results or {}).get("cost")),
+        notices=(),
+        dataset=printable(data["name"]),
+        architecture=printable(identity.get("architecture") or "no classifier"),
+        weights=_text(config.get("weights")),
+        defense=printable(defense.get("name") or "unnamed"),
+        guarantee=guarantee,
+        image_size=None if size is None else _size(size),
+        patch_sizes=tuple(map(_size, defense.get("patch_sizes") or ())),
+        native=config.get("threat_space") == "native",
+        masks=masks,
+        preprocessing=Preprocessing(**how) if how else None,
+        fill=None if fill is None else tuple(map(float, fill)),
+        planned=planned,
+        available=available,
+        data_sha256=_text(identity.get("data_sha256")),
+        weights_sha256=_text(identity.get("weights_sha256")),
+        precision=printable(manifest.get("precision") or "fp32"),
+        device=printable(manifest["device"]),
+        tau=None if tau is None else float(tau),
+        exhaustive=defense.get("exhaustive") is True,
+    )
+    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(records))))
+
+
+def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
+    """What is odd about the records, why they are not about all of the data, and how results.json differs."""
+    if repeated:
+        yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
+    places = evenly_spread(run.planned, run.available)
+    plan = places if isinstance(places, range) else set(places)
+    strangers = sum(record.index not in plan for record in run.records)
+    if strangers:
+        words = count_words(strangers, "record is about an image", "records are about images")
+        yield f"{words} that the manifest did not plan; they are counted"
+    unproved = sum(bool(record.certified) and not record.defended for record in run.records)
+    if unproved and run.guarantee == "recovery":
+        words = count_words(unproved, "image is", "images are")
+        yield f"{words} recorded as certified but answered wrong, which a certificate rules out"
+    if run.planned < run.available:
+        yield f"partial: {run.planned:,} of {run.available:,} images were asked for"
+    if len(run.records) < run.planned:
+        yield f"partial: {len(run.records):,} of {run.planned:,} images are done; resume the run to finish it"
+    bad = len(run.records) - len(run.good)
+    if bad:
+        yield f"partial: {count_words(bad, 'bad image was', 'bad images were')} skipped"
+    if not run.records:
+        yield "there is no record yet, so there is nothing to count"
+    if results is None:
+        yield "results.json is missing or damaged; the accuracies are counted from the records, the time is not known"
+        return
+    attacked = len(run.attacks) == len(run.good)
+    names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]
+    wrong = []
+    for name, rate in Tally(names).add(run.records).rates().items():
+        said = results.get(name)
+        stored = (said.get("k"), said.get("n")) if isinstance(said, Mapping) else (0, 0)
+        if stored != (rate.k, rate.n):
+            wrong.append(printable(f"{name} {stored[0]} of {stored[1]}, the records {rate.k} of {rate.n}"))
+    if wrong:
+        yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
+
+
+def _results(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(folder / "results.json")
+    except CheckError:
+        return None
+
+
+def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
+    found, notices = _lines(folder / "log.jsonl", _log_line)
+    losses = dict(value for value in found if not isinstance(value, StoredEpoch))
+    epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
+    results, done, total = _results(folder), max(losses, default=0), manifest.get("steps")
+    if results is None:
+        notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
+    if isinstance(total, int) and done < total:
+        notices.append(f"partial: {done:,} of {total:,} steps are done; resume the run to finish it")
+    if len(losses) < done:
+        lost = count_words(done - len(losses), "step is", "steps are")
+        notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
+    identity = manifest["identity"]
+    passes: list[Any] = [(manifest.get("search") or {}).get(kind) for kind in ("forwards", "backwards")]
+    return StoredTraining(
+        name=name,
+        folder=folder,
+        manifest=manifest,
+        losses=tuple(sorted(losses.items())),
+        epochs=tuple(epochs[number] for number in sorted(epochs)),
+        strategy=printable(identity["plan"]["strategy"]),
+        search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
+        mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
+        weights_sha256=_text((results or {}).get("weights_sha256")),
+        seconds=_seconds(results),
+        notices=tuple(notices),
+    )
+
+
+def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
+    values = json.loads(line)
+    if values["kind"] == "step":
+        return int(values["step"]), float(values["loss"])
+    if values["kind"] != "epoch":
+        raise ValueError(f"unknown kind {values['kind']!r}")
+    found = [Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")]
+    if not all(0 <= rate.k <= rate.n for rate in found):
+        raise ValueError("not k of n")
+    return StoredEpoch(index(values["epoch"]), index(values["step"]), *found)
+
+
+def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
+    """What the sound lines of a JSONL file hold, and notices about the others.
+
+    A line must have its checksum, if `sums` has one; the last counts only with its end: a kill may have cut it.
+    """
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError:
+        return [], [f"{path.name} is missing or cannot be read"]
+    known = sums.read_text("ascii", errors="replace").split("\n")[:-1] if sums and sums.is_file() else []
+    values, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if number <= len(known) and checksum(line + b"\n") != known[number - 1]:
+                raise ValueError("another checksum")
+            values.append(parse(line.decode("utf-8")))
+        except UNREADABLE:
+            damaged.append(number)
+    notices = [f"the last line of {path.name} is cut short and left out"] if rest else []
+    if damaged:
+        which = shortened(", ".join(map(str, damaged)), 60)
+        words = count_words(len(damaged), "line is", "lines are")
+        notices.append(f"{words} damaged in {path.name} and left out: {which}")
+    return values, notices
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _size(value: Any) -> Size:
+    height, width = map(index, value)
+    return height, width
+
+
+def _seconds(cost: Any) -> float | None:
+    seconds = cost.get("seconds") if isinstance(cost, Mapping) else None
+    return seconds if isinstance(seconds, int | float) and math.isfinite(seconds) and seconds >= 0 else None
+
+
+def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | None = None) -> ImageSource | str:
+    """The images that were certified, or that a training validated on, if they are still there and the same; else the
+    reason in words."""
+    config, identity = run.config, run.manifest["identity"]
+    name = dataset or _text(config.get("validation")) or _text(config.get("dataset"))
+    own = _text(config.get("data_dir"))
+    if name is None:
+        return "The run does not say where its images are; give their location as dataset."
+    reasons = []
+    for split in dict.fromkeys((_text(config.get("split")), None)):  # a folder named now may have no splits
+        try:
+            source = open_dataset(name, data_dir=data_dir or (Path(own) if own else None), split=split)
+            if source.listing_sha256() == identity.get("validation_sha256", identity.get("data_sha256")):
+                return source
+            reasons.append(f"The images in {printable(name)} are not those of the run (another sha256 of the listing)")
+        except (PatchproofError, OSError) as error:
+            reasons.append(f"The images are not there any more ({printable(str(error))})")
+    return f"{reasons[0]}; if they moved, give their new location as dataset or data_dir."
+
+
+def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] = ()) -> Iterator[tuple[Path, bool]]:
+    """Where the run's weights may be, and whether its settings say so: the place they name, seen from here or from
+    above the run; checkpoints beside the run, as recipes leave them; those of the trainings at hand."""
+    folder = run.folder.resolve()
+    if run.weights is not None:
+        yield from ((parent / Path(run.weights).expanduser(), True) for parent in (Path.cwd(), *folder.parents))
+    for place in (folder.parent, *(training.folder.resolve() for training in trainings)):
+        yield from ((place / name, False) for name in CHECKPOINTS)
+
+
+def printable(text: str, longest: int = 200) -> str:
+    """`text` on one line, in characters that can be written and shown; others become \\x1b or \\udcff."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return shortened(shown, longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def count_words(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
+
+
+def class_words(names: Mapping[int, str]) -> dict[int, str]:
+    """Class names in words: WordNet ids, as ImageNet's folders have them, by what they stand for."""
+    words = {label: wordnet_words(name) or name for label, name in names.items()}
+    counts = Counter(words.values())
+    return {k: printable(f"{word} ({names[k]})" if counts[word] > 1 else word) for k, word in words.items()}

@@ -1,0 +1,189 @@
+"""One line per image: what was found, every percentage counted from these lines, with its exact interval."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from typing import Any
+
+ACCURACIES = ("undefended", "defended", "certified")
+ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
+
+LARGEST = 2**63 - 1
+"""No index, label or count is larger."""
+
+
+@dataclass(frozen=True)
+class AttackFindings:
+    """What attacks did to an image: is the answer still right under every patch tried?
+
+    None where nothing was tried. `place` (top, left, height, width) and `attacked_label` belong to the patch that
+    changed a right answer of the defence, and are None if none did. `passes` counts the copies the attacks evaluated,
+    `queries` the answers they asked for.
+    """
+
+    undefended_attacked: bool | None = None
+    attacked: bool | None = None
+    place: tuple[int, int, int, int] | None = None
+    attacked_label: int | None = None
+    passes: int = 0
+    queries: int = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found about one image. A bad image has an `error` and no findings, and is counted nowhere.
+
+    `evidence` is the defence's own, JSON values by name: for PatchCleanser `witness`, the two masks of the copy that
+    decided and the label it answered.
+    """
+
+    index: int
+    path: str
+    label: int
+    undefended: bool | None = None
+    defended: bool | None = None
+    certified: bool | None = None
+    margin: float | None = None
+    forwards: int = 0
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    attack: AttackFindings | None = None
+    error: str | None = None
+
+    def line(self) -> str:
+        values = {name: getattr(self, name) for name in BASE}
+        values |= self.evidence
+        values |= {} if self.attack is None else asdict(self.attack)
+        values |= {} if self.error is None else {"error": self.error}
+        return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Record:
+        """The record of one line; ValueError if it is not one."""
+        values = json.loads(line)
+        if not isinstance(values, dict) or not {"index", "path", "label"} <= set(values):
+            raise ValueError("not a record")
+        base = {name: values.pop(name) for name in BASE if name in values}
+        error = values.pop("error", None)
+        attack = {name: values.pop(name) for name in ATTACK if name in values} if "attacked" in values else None
+        record = cls(**base, evidence=values, attack=None if attack is None else _findings(attack), error=error)
+        _require_types(record)
+        return record
+
+    @property
+    def broken(self) -> bool:
+        """Certified, and yet a patch changed the answer: the proof or the program is wrong."""
+        return bool(self.certified) and self.attack is not None and self.attack.attacked is False
+
+    def finding(self, name: str) -> bool | None:
+        """One of the accuracies' findings, by name."""
+        return getattr(self, name) if name in ACCURACIES else getattr(self.attack, name, None)
+
+
+BASE = tuple(f.name for f in fields(Record) if f.name not in ("evidence", "attack", "error"))
+ATTACK = tuple(f.name for f in fields(AttackFindings))
+
+
+def _findings(values: dict[str, Any]) -> AttackFindings:
+    place = values.get("place")
+    found = AttackFindings(**values | {"place": None if place is None else tuple(place)})
+    if not all(isinstance(answer, bool | None) for answer in (found.undefended_attacked, found.attacked)):
+        raise ValueError("a finding under attack is true, false or null")
+    _require_whole([*(found.place or ()), found.passes, found.queries, found.attacked_label or 0])
+    if len(found.place or range(4)) != 4:
+        raise ValueError("a place has four numbers")
+    return found
+
+
+def _require_types(record: Record) -> None:
+    """Everything that is counted is a number; ValueError otherwise."""
+    if not isinstance(record.path, str) or not isinstance(record.error, str | None):
+        raise ValueError("a path and an error are text")  # noqa: TRY004
+    unknown = record.error is not None and record.label == -1  # of an image that could not be read at all
+    _require_whole([record.index, 0 if unknown else record.label, record.forwards])
+    if record.error is None:
+        findings = record.defended, record.certified
+        if not all(isinstance(f, bool) for f in findings) or not isinstance(record.undefended, bool | None):
+            raise ValueError("a record needs its findings")
+    number = isinstance(record.margin, int | float) and not isinstance(record.margin, bool)
+    if record.margin is not None and not (number and abs(record.margin) <= sys.float_info.max):
+        raise ValueError("a margin is a finite number")
+
+
+def _require_whole(values: Iterable[Any]) -> None:
+    if not all(type(value) is int and 0 <= value <= LARGEST for value in values):
+        raise ValueError(f"indices, labels and counts are whole numbers up to {LARGEST}")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """k of n with the exact (Clopper–Pearson) 95% interval."""
+
+    k: int
+    n: int
+
+    @property
+    def rate(self) -> float:
+        return self.k / self.n if self.n else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return _clopper_pearson(self.k, self.n)
+
+    def as_dict(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
+
+
+@lru_cache(maxsize=4096)
+def _clopper_pearson(k: int, n: int) -> tuple[float, float]:
+    from scipy.special import betaincinv  # a second that `patchproof --help` should not take
+
+    low = float(betaincinv(k, n - k + 1, 0.025)) if k else 0.0
+    high = float(betaincinv(k + 1, n - k, 0.975)) if k < n else 1.0
+    return low, high
+
+
+@dataclass
+class Tally:
+    """Counts over records as they come; an accuracy of `names` is counted over the records that have that finding."""
+
+    names: Sequence[str] = ACCURACIES
+    done: int = 0
+    good: int = 0
+    forwards: int = 0
+    passes: int = 0
+    queries: int = 0
+    broken: list[int] = field(default_factory=list)
+    right: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+
+    def add(self, records: Iterable[Record]) -> Tally:
+        for record in records:
+            self.done += 1
+            if record.error is not None:
+                continue
+            self.good += 1
+            self.forwards += record.forwards
+            for name in self.names:
+                finding = record.finding(name)
+                self.right[name] += finding is True
+                self.known[name] += finding is not None
+            if record.attack is not None:
+                self.passes += record.attack.passes
+                self.queries += record.attack.queries
+                self.broken += [record.index] if record.broken else []
+        return self
+
+    def rates(self) -> dict[str, Rate]:
+        """Each accuracy, over the records that have that finding."""
+        return {name: Rate(self.right[name], self.known[name]) for name in self.names}
+
+
+def rates(records: Iterable[Record]) -> dict[str, Rate]:
+    """The three accuracies of the records that have findings."""
+    return Tally().add(records).rates()

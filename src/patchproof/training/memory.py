@@ -1,0 +1,90 @@
+"""What a strategy remembers, the same on every process: after a step, what one process changed holds for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchproof.types import CheckError, InputError
+
+State = dict[str, Any]
+"""Tensors and JSON values by name."""
+
+
+def state_of(strategy: Any) -> State:
+    """A copy of what the strategy remembers, on the CPU; empty for one without memory.
+
+    Whatever a checkpoint could not give back exactly is refused: tensors inside other values, keys that are not text.
+    """
+    if not hasattr(strategy, "state_dict"):
+        return {}
+    return {name: _copied(name, value) for name, value in strategy.state_dict().items()}
+
+
+def _copied(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the strategy's state {name!r} must be a tensor or plain JSON: {error}") from error
+    if same != value:
+        raise InputError(f"the strategy's state {name!r} changes when saved as JSON; use text as keys, and lists")
+    return same
+
+
+def merged(before: State, after: Sequence[State]) -> State:
+    """`before` with the changes that each process made: element by element in tensors, key by key in mappings.
+
+    A step gives every image to one process, so changes about images never collide; where they do, the processes must
+    agree.
+    """
+    return _merged("state", before, after)
+
+
+def _merged(name: str, before: Any, after: Sequence[Any]) -> Any:
+    if all(isinstance(value, Mapping) for value in after):
+        old = before if isinstance(before, Mapping) else {}
+        keys = dict.fromkeys(key for value in after for key in value)
+        found = {}
+        for key in keys:
+            # A key that a process lacks though it was there before has been removed by it.
+            having = [value[key] for value in after if key in value]
+            if key not in old or len(having) == len(after):
+                found[key] = _merged(f"{name}.{key}", old.get(key), having)
+        return found
+    if all(isinstance(value, Tensor) for value in [before, *after]) and len({v.shape for v in [before, *after]}) == 1:
+        result, touched = before.clone(), torch.zeros_like(before, dtype=torch.bool)
+        for value in after:
+            changed = ~_same(value, before)
+            _require_agreement(name, bool(_same(value, result)[changed & touched].all()))
+            result[changed], touched = value[changed], touched | changed
+        return result
+    new = [value for value in after if not _equal(value, before)]
+    _require_agreement(name, all(_equal(value, new[0]) for value in new))
+    return new[0] if new else before
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Element by element; NaN is the same as NaN."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(_same(one, other).all())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _require_agreement(name: str, agreed: bool) -> None:
+    if not agreed:
+        raise CheckError(
+            f"two processes changed the strategy's {name} in different ways; keep what it remembers per image "
+            "(tensors by image position, or mappings by it), so that each entry is changed by one process"
+        )

@@ -1,0 +1,71 @@
+"""The loop we compare with decides as we do, and `bench` counts what was really run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import patchproof as pp
+import reference
+from patchproof.cli import run
+from patchproof.cli._throughput import peer_certify, peer_predict, raw_rate
+from patchproof.models import load_classifier
+from small_model import plain_classifier
+
+THREAT = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
+MASKS = pp.covering_masks(THREAT, per_axis=3)
+
+
+def test_the_peer_decides_as_we_do(generator):
+    """On a network's answers, and on answers that hardly ever agree."""
+
+    def fickle(batch):
+        return (batch.flatten(1) @ torch.arange(2352 * 4).reshape(2352, 4).float().remainder(5)).remainder(3)
+
+    images = torch.rand(10, 3, 28, 28, generator=generator)
+    for classifier, certain in ((plain_classifier(), True), (fickle, False)):
+        tables = pp.two_mask_labels(classifier, images, MASKS).tolist()
+        expected = [reference.predict([t[m][m] for m in range(9)], t.__getitem__) for t in tables]
+        labels, _ = peer_predict(classifier, images, MASKS)
+        assert labels.tolist() == expected
+        certified, passes = peer_certify(classifier, images, labels, MASKS)
+        assert certified.tolist() == [
+            all(c == y for row in t for c in row) for t, y in zip(tables, expected, strict=True)
+        ]
+        assert bool(certified.any()) == certain
+        assert passes == 10 * 45
+
+
+def test_a_raw_rate_is_a_rate():
+    network = load_classifier("small", "random", num_classes=3).module
+    assert raw_rate(network, torch.rand(4, 3, 28, 28), precision="bf16", seconds=0.05) > 1
+
+
+def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
+    assert run(["bench", *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
+    found, shown = json.loads(path.read_text()), capsys.readouterr().out
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
+    assert rows["peer, certify"]["passes"] == 2 * 45
+    assert found["certified"] == 4
+    assert set(found["differ"].values()) == {0}
+    assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
+    assert "ours, early exit" in shown
+
+
+def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert run(["bench", "--limit", "8", "--peer-images", "0", "--seconds", "0.05", "--output", str(path)]) == 0
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["ours, early exit"]["passes"] < rows["ours, every pair"]["passes"]
+    assert "peer, certify" not in rows
+
+
+@pytest.mark.parametrize("arguments", [("--seconds", "0"), ("--peer-images", "-1")])
+def test_wrong_numbers_are_refused(arguments, capsys):
+    assert run(["bench", *arguments]) == 2
+    assert "must be positive" in capsys.readouterr().err

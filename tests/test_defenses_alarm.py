@@ -1,0 +1,77 @@
+"""Detection: on a certified image no patch brings about a wrong label, only the right one or an alarm."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import patchproof as pp
+import reference
+from patchproof.defenses import assess
+from patchproof.types import InputError
+from reference import measured
+from test_defenses_patchcleanser import CASES, random_case
+
+
+@pytest.mark.parametrize(("image_size", "patch", "per_axis"), CASES[:2])
+def test_a_certified_image_never_gets_a_wrong_label_unless_a_mask_is_dropped(image_size, patch, per_axis, monkeypatch):
+    threat = pp.PatchThreat(image_size, (patch,))
+    masks, label = pp.covering_masks(threat, per_axis=per_axis), 1
+    clean, patched = torch.full((1, 1, *image_size), reference.CLEAN), reference.patched_everywhere(threat)
+    answers = []
+    for scheme in reference.schemes(masks, label):
+        defense = pp.Alarm(reference.Adversary(label, scheme), masks, threat, engine=measured())
+        assert defense.certify(clean, torch.tensor([label])).certified.all()
+        answers.append(defense.predict(patched))
+    assert set(torch.cat(answers).tolist()) == {label, -1}
+
+    holed = pp.MaskSet(image_size, masks.rects[1:])
+    with pytest.raises(InputError, match="masks do not cover the threat"):
+        pp.Alarm(reference.Adversary(label, lambda _: 0), holed, threat)
+    monkeypatch.setattr(pp.MaskSet, "uncovered", lambda *_: ())
+    fooled = [pp.Alarm(reference.Adversary(label, scheme), holed, threat).predict(patched)
+              for scheme in reference.schemes(holed, label)]  # fmt: skip
+    assert (label + 1) % 3 in torch.cat(fooled).tolist()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 50), st.sampled_from([1e-9, 0.25, 2.0]))
+def test_predict_and_certify_equal_the_reference_exactly_with_early_exit_or_without(seed, chunk, tau):
+    classifier, threat, masks, images, labels = random_case(seed)
+    defense = pp.Alarm(classifier, masks, threat, engine=measured(batch_size=chunk, tau_fp32=tau))
+    early, all_masks, alone = defense.certify(images, labels), defense.assess(images, labels), defense.assess(images)
+    for row, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        logits = [reference.logits_under(classifier, image, [mask]) for mask in masks.rects]
+        answer = reference.predict_or_alarm([reference.argmax(cell) for cell in logits])
+        certified, margin = reference.certify([logits], label, tau=tau)
+        assert defense.predict(images[row : row + 1]) == all_masks.predictions[row] == alone.predictions[row] == answer
+        for found in (early, all_masks.certificates):
+            assert bool(found.certified[row]) == certified
+            (mask,) = found.evidence["witness.masks"][row].tolist()
+            assert float(found.margin[row]) == reference.margin_of(logits[mask], label)
+            assert int(found.evidence["witness.label"][row]) == reference.argmax(logits[mask])
+        assert all_masks.certificates.forwards[row] == len(masks) >= early.forwards[row]
+        if certified:
+            assert float(early.margin[row]) == margin
+        own = answer >= 0 and reference.certify([logits], answer, tau=tau)[0]
+        assert bool(alone.certificates.certified[row]) == own
+
+
+def test_an_alarm_is_never_certified_also_by_a_defence_that_says_so_of_everything():
+    """`assess` without labels asks such a defence about the labels it answered; −1 is none."""
+    defense = SimpleNamespace(
+        name="certain",
+        guarantee="detection",
+        threat=pp.PatchThreat((4, 4), ((1, 1),)),
+        describe=dict,
+        predict=lambda images: torch.tensor([2, -1, 0]),
+        certify=lambda images, labels: pp.Certificates(torch.ones(3, dtype=torch.bool), labels.float(), labels),
+    )
+    images = torch.zeros(3, 1, 4, 4)
+    found = assess(defense, images)
+    assert found.predictions.tolist() == [2, -1, 0]
+    assert found.certificates.certified.tolist() == [True, False, True]
+    assert assess(defense, images, torch.tensor([0, 1, 2])).certificates.margin.tolist() == [0, 1, 2]

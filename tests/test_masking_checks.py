@@ -1,0 +1,99 @@
+"""Classifiers no certificate can be about are found out, each with its own words; τ is measured on the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import patchproof as pp
+from patchproof.masking import _checks
+from patchproof.types import CheckError
+
+THREAT = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
+MASKS = pp.covering_masks(THREAT, per_axis=2)
+
+
+def check(classifier, *, num_classes=3, batch_size=4, precision="fp32", count=6, **options):
+    images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    engine = pp.Engine(batch_size=batch_size, precision=precision)
+    return pp.check_classifier(classifier, images, MASKS, num_classes=num_classes, engine=engine, **options)
+
+
+def linear(weight: float = 1.0, bias: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval()
+    model[1].weight.data *= weight
+    model[1].bias.data[0] += bias
+    return model
+
+
+def first_three(images):
+    return images.flatten(1)[:, :3]
+
+
+def test_tau_is_eight_times_the_largest_change_seen_or_what_rounding_may_do():
+    """The lead of one image of 300 depends on its neighbours: it takes a copy of that image to notice."""
+    batches = []
+
+    def wobbly(images, by):
+        batches.append(len(images))
+        odd = images[:, 0].flatten(1).amax(dim=1) > 0.9999
+        return first_three(images) + 20 * torch.eye(3)[0] + (odd * by * (len(batches) % 2))[:, None] * torch.eye(3)[0]
+
+    images = torch.rand(300, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.9
+    images[250, 0, :, :] = 1.0
+    for copies, by, expected in ((300, 1e-2, 8e-2), (30, 1e-2, None), (300, 0.0, None)):
+        engine = pp.Engine(batch_size=16)
+        found, drift = pp.check_classifier(lambda x, by=by: wobbly(x, by), images, MASKS, engine=engine, copies=copies)
+        assert drift.copies == copies
+        assert (found.tau, found.batch_size) == (0.0, 16)
+        if expected is None:
+            expected = 8 * 8 * torch.finfo(torch.float32).eps * drift.scale
+            assert drift.scale > 20
+        assert found.tau_fp32 == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_fast_precision_has_a_larger_tau_from_changes_that_only_pairs_of_masks_may_show():
+    def hidden_matters(images):
+        """In fast arithmetic the lead is off by what is hidden."""
+        off = (images == 0.5).float().mean(dim=(1, 2, 3)) * (0.5 if torch.is_autocast_enabled("cpu") else 0.0)
+        return torch.stack([2.0 - off, images.mean(dim=(1, 2, 3)) * 0.1, torch.zeros(len(images))], dim=1)
+
+    for classifier, smallest in ((linear(), 0.0), (hidden_matters, 0.5)):
+        engine, drift = check(classifier, precision="bf16")
+        most = max((~MASKS.keep()).float().mean(dim=(1, 2, 3)).tolist())
+        assert drift.precision > 1.2 * smallest * most, "more than any one mask hides"
+        assert drift.precision > 0
+        assert engine.tau == drift.tau_fp32 + _checks.FAST_SAFETY * drift.precision
+
+
+REFUSED = {
+    "of 1536 logits are NaN or infinite; check the weights": (lambda: linear(bias=torch.nan), {}),
+    "differently when asked twice": (lambda: lambda x: first_three(x) + torch.rand(len(x), 3), {}),
+    "depend on the rest of the batch": (lambda: lambda x: first_three(x) - first_three(x).mean(dim=0), {}),
+    "or the position in it": (lambda: lambda x: first_three(x) + torch.arange(len(x))[:, None] * 0.5, {}),
+    "the rest of the batch or the position": (
+        lambda: lambda x: first_three(x) + (len(x) > 16) * torch.tensor([10.0, 0, 0]),  # in large batches alone
+        {"batch_size": 40},
+    ),
+    "position in it: one changed": (
+        lambda: lambda x: first_three(x) + (torch.arange(len(x)) >= 16)[:, None] * 0.5,
+        {"batch_size": 40},
+    ),
+    "answers zero for every class": (lambda: lambda x: torch.zeros(len(x), 3), {}),
+    "in fp16; use a wider one": (lambda: linear(weight=1e6), {"precision": "fp16"}),
+    "has 3 classes, 10 were expected": (linear, {"num_classes": 10}),
+    "has 1 classes, at least 2 were expected": (lambda: lambda x: x.flatten(1)[:, :1], {"num_classes": None}),
+    r"does not accept images of \(1, 8, 8\).*choose the image size": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 3)).eval(),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_classifier_no_certificate_can_be_about_is_refused(message):
+    make, options = REFUSED[message]
+    with pytest.raises(CheckError, match=message):
+        check(make(), **options)

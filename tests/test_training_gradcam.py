@@ -1,0 +1,129 @@
+"""Grad-CAM against captum, for convolutional networks, ConvNeXt, ViT and Swin; and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from captum.attr import LayerGradCam
+from torch import nn
+
+from patchproof.masking import evaluating
+from patchproof.models import load_classifier
+from patchproof.training.gradcam import grad_cam, salient_layer
+
+NETWORKS = [
+    ("small", None),
+    ("resnet10t", None),
+    ("convnext_atto", (64, 64)),
+    ("vit_tiny_patch16_224", (64, 64)),
+    ("swin_tiny_patch4_window7_224", (64, 64)),
+]
+
+
+@pytest.fixture(scope="module", params=NETWORKS, ids=[name for name, _ in NETWORKS])
+def case(request):
+    name, size = request.param
+    classifier = load_classifier(name, "random", num_classes=5, input_size=size, seed=3)
+    height, width = classifier.input_size
+    images = torch.rand(4, 3, min(height, 64), min(width, 64), generator=torch.Generator().manual_seed(0))
+    return classifier, images, torch.tensor([0, 4, 2, 2])
+
+
+def captum_map(classifier, layer, images, labels):
+    """captum's own map; tokens are turned into channels first, since captum takes axis 1 for the channels."""
+    if hasattr(layer, "weight") and getattr(classifier.module, "patch_embed", None) is not None:
+        height, width = classifier.module.patch_embed.grid_size
+
+        def to_grid(tensor):
+            if tensor.ndim == 4:  # Swin keeps the grid, and has its channels last
+                return tensor.permute(0, 3, 1, 2)
+            return tensor[:, -height * width :].transpose(1, 2).unflatten(2, (height, width))
+
+        captured = {}
+
+        def hook(_m, _i, output):
+            captured["a"] = output
+
+        handle = layer.register_forward_hook(hook)
+        logits = classifier(images)
+        handle.remove()
+        gradient = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), captured["a"])[0]
+        a, g = to_grid(captured["a"]), to_grid(gradient)
+        return (g.mean(dim=(2, 3), keepdim=True) * a).sum(dim=1, keepdim=True).relu()
+    return LayerGradCam(classifier, layer).attribute(images, target=labels, relu_attributions=True)
+
+
+def test_the_map_is_captums_for_each_image_alone_and_nothing_is_left_behind(case):
+    classifier, images, labels = case
+    layer = salient_layer(classifier, images[:1])
+    expected = captum_map(classifier, layer, images, labels).detach()
+    expected = nn.functional.interpolate(expected, size=images.shape[2:], mode="bilinear", align_corners=False)[:, 0]
+    found = grad_cam(classifier, images, labels)
+    assert found.shape == (4, *images.shape[2:])
+    assert expected.amax() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.amax()))
+    alone = torch.cat([grad_cam(classifier, images[row : row + 1], labels[row : row + 1]) for row in range(4)])
+    torch.testing.assert_close(alone, found, rtol=1e-3, atol=1e-6)
+    assert not any(m._forward_hooks or m._backward_hooks for m in classifier.modules())
+    assert all(p.grad is None for p in classifier.parameters())
+    assert torch.is_grad_enabled()
+    gc.collect()
+    assert not [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.grad_fn is not None]
+
+
+def test_a_failing_classifier_leaves_no_hook():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, images):
+            self.conv(images)
+            raise RuntimeError("on purpose")
+
+    model = Fails().eval()
+    with pytest.raises(RuntimeError, match="on purpose"), evaluating(model):
+        grad_cam(model, torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.int64), layer=model.conv)
+    assert not model.conv._forward_hooks
+    assert torch.is_grad_enabled()
+
+
+def test_a_network_without_a_feature_map_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
+    with pytest.raises(ValueError, match="has no feature map"):
+        grad_cam(model, torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["mixer_s32_224", pytest.param("xcit_nano_12_p16_224", marks=pytest.mark.slow)])
+def test_tokens_after_the_last_feature_map_make_that_no_map_of_the_evidence(name):
+    classifier = load_classifier(name, "random", num_classes=3)
+    with pytest.raises(ValueError, match=f"{name} has no feature map that Grad-CAM could look at; pass `layer`"):
+        grad_cam(classifier, torch.zeros(1, 3, 224, 224), torch.zeros(1, dtype=torch.int64))
+
+
+class Reads(nn.Module):
+    """Convolutions, then a head that reads the map as a row of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_features = 16  # as many as the map has rows: no reason to take those for channels
+        self.body, self.flat, self.last = nn.Conv2d(3, 64, 3, padding=1), nn.Flatten(2), nn.Linear(64, 3)
+
+    def forward(self, images):
+        return self.last(self.flat(self.body(images).relu()).mean(dim=2))
+
+
+def test_a_map_that_a_head_flattens_is_still_the_map():
+    model, images = Reads().eval(), torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 2])
+    assert salient_layer(model, images[:1]) is model.body
+    expected = LayerGradCam(model, model.body).attribute(images, target=labels, relu_attributions=True)[:, 0].detach()
+    torch.testing.assert_close(grad_cam(model, images, labels), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_an_attention_pool_is_no_reason_to_refuse_the_map_before_it():
+    classifier = load_classifier("resnet50_clip", "random", num_classes=3, input_size=(64, 64))
+    layer = salient_layer(classifier, torch.zeros(1, 3, 64, 64))
+    assert layer is classifier.module.final_conv

@@ -1,0 +1,209 @@
+"""Training steps: what they minimise, what they leave alone, and that a resumed run is the undisturbed one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import patchproof as pp
+import reference
+from patchproof.data import ArraySource
+from patchproof.masking import MaskedForward
+from patchproof.models import load_classifier
+from patchproof.training import Plan
+from patchproof.training.augment import flip_and_crop
+from patchproof.training.checkpoint import load_training, save_training
+from patchproof.training.loop import Trainer, TrainingData, masked_loss
+from patchproof.types import CheckError, InputError, Preprocessing
+
+slow = pytest.mark.slow
+
+
+def source(count: int = 26) -> ArraySource:
+    pixels = np.random.default_rng(1).integers(0, 256, (count, 28, 28, 3)).astype(np.uint8)
+    return ArraySource("noise", "train", ("a", "b", "c"), tuple(i % 3 for i in range(count)), pixels)
+
+
+def trainer(plan: Plan, *, seed: int = 0, count: int = 26) -> Trainer:
+    images = source(count)
+    classifier = load_classifier("small", "random", class_names=images.class_names, seed=seed)
+    data = TrainingData(images, range(count), torch.arange(3), Preprocessing((28, 28)))
+    return Trainer(classifier, data, plan, accelerator=Accelerator(cpu=True))
+
+
+PLAN = Plan(strategy="greedy3x3", epochs=2, batch_size=8, learning_rate=0.05)
+VARIANTS = {
+    "greedy": {"strategy": "greedy"},
+    "cutout": {"strategy": "cutout"},
+    "adamw, average": {"strategy": "rand", "optimizer": "adamw", "ema": 0.9, "learning_rate": 0.001},
+    "augmented, clean copies": {"strategy": "gutout3x3", "augment": "light", "clean_copies": True},
+    "in parts, smoothed": {"strategy": "rand3x3", "accumulate": 2, "label_smoothing": 0.1, "weight_decay": 1e-3},
+    "head only": {"strategy": "rand3x3", "head_only": True},
+}
+
+
+@pytest.mark.parametrize("name", [*list(VARIANTS)[::2], *(pytest.param(n, marks=slow) for n in list(VARIANTS)[1::2])])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=slow), 3, pytest.param(4, marks=slow)])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
+    plan = dataclasses.replace(PLAN, **VARIANTS[name])
+    whole = trainer(plan)
+    losses = [report.loss for report in whole.run()]
+
+    first = trainer(plan)
+    steps = first.run()
+    begun = [next(steps).loss for _ in range(stop)]
+    save_training(tmp_path / "last", first, first.classifier, {"note": stop})
+    torch.rand(7)  # the caller's random state does not matter, and is left as it is
+    state = torch.get_rng_state()
+    second = trainer(plan, seed=9)
+    resumed = load_training(tmp_path / "last", second)
+    assert resumed is not None
+    assert (resumed.step, resumed.notes) == (stop, {"note": stop})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert begun + [report.loss for report in second.run()] == losses
+    assert torch.equal(torch.get_rng_state(), state)
+    for key, value in whole.weights().items():
+        assert torch.equal(value, second.weights()[key]), key
+
+
+def test_steps_cover_every_image_once_per_epoch_in_a_new_order():
+    run = trainer(PLAN)
+    assert run.steps_per_epoch == 4
+    epochs = [[i for batch in run._batches(epoch, skip=0) for i in batch.indices] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(26))
+    assert epochs[0] != epochs[1]
+    assert trainer(PLAN, count=25).steps_per_epoch == 3, "a last batch of one image is left out"
+
+
+class OwnMasking(nn.Module):
+    """Says for itself what hidden pixels mean."""
+
+    fill = (0.25, 0.5, 0.75)
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3 * 28 * 28, 3)
+
+    def masked(self, images, keep):
+        reference.require_filled(self, images, keep)
+        return self.linear(images.flatten(1)) + (~keep).float().mean(dim=(1, 2, 3))[:, None] * torch.arange(3)
+
+
+@pytest.mark.parametrize("make", [lambda: load_classifier("small", "random", num_classes=3), OwnMasking])
+def test_the_loss_is_the_mean_cross_entropy_over_the_masked_copies(make, generator):
+    classifier, labels = make().eval(), torch.tensor([0, 1, 2, 0])
+    images = torch.rand(4, 3, 28, 28, generator=generator)
+    rects = [[pp.Rect(copy_, row, 9, 9 + row) for row in range(4)] for copy_ in range(2)]
+    keep = torch.stack(
+        [torch.stack([reference.hide(torch.ones(1, 28, 28), [rect], [0.0]) > 0 for rect in row]) for row in rects]
+    )
+    expected = [
+        reference.cross_entropy(reference.logits_under(classifier, images[row], [rect]), int(labels[row]))
+        for copy_ in rects
+        for row, rect in enumerate(copy_)
+    ]
+    found = masked_loss(MaskedForward(classifier), images, labels, keep)
+    assert found.item() == pytest.approx(sum(expected) / 8, rel=1e-5)
+
+
+def test_parts_of_a_batch_add_up_to_the_whole():
+    """Without BatchNorm's batch statistics (head only, the rest frozen) the update is the same."""
+    results = []
+    for parts in (1, 4):
+        run = trainer(dataclasses.replace(PLAN, strategy="none", head_only=True, accumulate=parts))
+        next(run.run())
+        results.append(run.classifier.module.head.weight.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+def test_a_short_last_batch_is_cut_into_fewer_parts():
+    run = trainer(dataclasses.replace(PLAN, strategy="none", batch_size=24, accumulate=12, epochs=1), count=28)
+    assert all(np.isfinite(report.loss) for report in run.run())
+    assert run.step == 2
+
+
+def test_head_only_changes_the_last_layer_and_nothing_else():
+    run = trainer(dataclasses.replace(PLAN, strategy="cutout", head_only=True))
+    before = copy.deepcopy(run.classifier.state_dict())
+    list(run.run())
+    changed = {k for k, v in run.classifier.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == {"module.head.weight", "module.head.bias"}
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path):
+    run = trainer(dataclasses.replace(PLAN, strategy="none", learning_rate=1e30))
+    save_training(tmp_path / "last", run, run.classifier, {})
+    with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before is kept"):
+        list(run.run())
+    assert load_training(tmp_path / "last", trainer(PLAN)) is not None
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 1}, {"batch_size": 8, "accumulate": 8}])
+def test_batches_of_one_image_are_refused_where_batchnorm_would_fail(change):
+    with pytest.raises(InputError, match="BatchNorm cannot learn from batches of one image"):
+        trainer(dataclasses.replace(PLAN, **change))
+
+
+def test_batches_of_one_image_train_where_nothing_normalises_over_them_and_none_are_refused():
+    run = trainer(dataclasses.replace(PLAN, strategy="rand3x3", batch_size=1, head_only=True, epochs=1), count=3)
+    assert [report.images for report in run.run()] == [1, 1, 1]
+    with pytest.raises(InputError, match="1 training images are too few"):
+        trainer(PLAN, count=1)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "json", "missing"])
+def test_a_damaged_checkpoint_is_named(tmp_path, damage):
+    run = trainer(PLAN)
+    save_training(tmp_path / "last", run, run.classifier, {})
+    tensors, state = tmp_path / "last" / "training.safetensors", tmp_path / "last" / "training.json"
+    content = tensors.read_bytes()
+    if damage == "cut":
+        tensors.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        tensors.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    elif damage == "json":
+        state.write_text("{")
+    else:
+        tensors.unlink()
+    with pytest.raises(CheckError, match=r"the checkpoint .*last is damaged"):
+        load_training(tmp_path / "last", run)
+
+
+def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    run = trainer(PLAN)
+    assert load_training(tmp_path / "last", run) is None, "no checkpoint yet is a fresh start"
+    save_training(tmp_path / "last", run, run.classifier, {"number": 1})
+    monkeypatch.setattr(
+        "patchproof.training.checkpoint._tensors", lambda _: (_ for _ in ()).throw(OSError(28, "No space"))
+    )
+    with pytest.raises(OSError, match="No space"):
+        save_training(tmp_path / "last", run, run.classifier, {"number": 2})
+    monkeypatch.undo()
+    resumed = load_training(tmp_path / "last", run)
+    assert resumed is not None
+    assert resumed.notes == {"number": 1}
+
+
+def test_the_papers_schedule_divides_the_rate_by_ten_after_half_of_the_epochs():
+    plan = Plan(epochs=10, learning_rate=0.01)
+    assert [plan.rate(e) for e in (0, 4.99, 5, 9.9)] == pytest.approx([0.01, 0.01, 0.001, 0.001])
+    cosine = Plan(epochs=10, learning_rate=1.0, schedule="cosine", warmup_epochs=1)
+    assert [cosine.rate(e) for e in (0, 0.5, 5, 10)] == pytest.approx([0, 0.497, 0.5, 0], abs=1e-3)
+    assert Plan(learning_rate=0.3, schedule="constant").rate(9) == 0.3
+
+
+def test_light_augmentation_mirrors_and_crops_by_the_generator_alone():
+    images = torch.rand(64, 3, 20, 20)
+    found = [flip_and_crop(images, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    ramp = torch.linspace(0, 1, 20).expand(64, 1, 20, 20)
+    slope = (flip_and_crop(ramp, torch.Generator().manual_seed(3)).diff(dim=3)).mean(dim=(1, 2, 3)) * 19
+    assert ((slope.abs() > 0.68) & (slope.abs() < 1.02)).all()
+    assert 16 < int((slope < 0).sum()) < 48

@@ -1,0 +1,164 @@
+"""What a strategy remembers: merged over processes, saved with the weights, the same however a run is interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import patchproof as pp
+from patchproof.training.memory import merged, state_of
+from patchproof.types import CheckError, InputError
+
+NAN = float("nan")
+IMAGES = 22
+values = st.sampled_from([0.0, 1.0, -2.5, NAN])
+
+
+@given(st.lists(values, min_size=1, max_size=8), st.data())
+def test_what_each_process_changed_of_its_own_images_holds_for_all(before, data):
+    """As a tensor by image, and as a mapping by image, in which entries may also come and go."""
+    owner = [data.draw(st.integers(0, 2)) for _ in before]
+    after = [data.draw(values) for _ in before]
+    removed = {i for i in range(len(before)) if data.draw(st.booleans())}
+    added = {f"new {process}": float(process) for process in range(3)}
+
+    def seen_by(process):
+        mine = [new if owner[i] == process else old for i, (old, new) in enumerate(zip(before, after, strict=True))]
+        kept = {str(i): v for i, v in enumerate(mine) if not (owner[i] == process and i in removed)}
+        return {"tensor": torch.tensor(mine), "mapping": {**kept, f"new {process}": added[f"new {process}"]}}
+
+    old = {"tensor": torch.tensor(before), "mapping": {str(i): v for i, v in enumerate(before)}}
+    found = merged(old, [seen_by(process) for process in range(3)])
+    torch.testing.assert_close(found["tensor"], torch.tensor(after), equal_nan=True, rtol=0, atol=0)
+    expected = {str(i): v for i, v in enumerate(after) if i not in removed} | added
+    assert set(found["mapping"]) == set(expected)
+    assert all(v == expected[k] or math.isnan(v) == math.isnan(expected[k]) for k, v in found["mapping"].items())
+
+
+CONFLICTS = {
+    "state.seen": (torch.zeros(3), torch.tensor([1.0, 0, 0]), torch.tensor([NAN, 0, 0])),
+    "state.seen.7": ({"7": 0}, {"7": 1}, {"7": 2}),
+    "state.seen.8": ({}, {"8": [1]}, {"8": [2]}),
+    "state.seen in": (3, 4, 5),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_processes_that_change_the_same_entry_must_agree(name):
+    before, one, other = CONFLICTS[name]
+    with pytest.raises(
+        CheckError, match=rf"two processes changed the strategy's {name}.*keep what it remembers per im"
+    ):
+        merged({"seen": before}, [{"seen": one}, {"seen": other}])
+    for agreed in (one, before):
+        found = merged({"seen": before}, [{"seen": one}, {"seen": agreed}])["seen"]
+        assert torch.equal(found, one) if isinstance(one, torch.Tensor) else found == one
+
+
+def test_what_no_process_changed_stays_as_it_is_also_where_it_is_no_number():
+    states = [{"steps": 2, "worst": NAN, "several": [NAN, torch.zeros(2)]} for _ in range(3)]
+    found = merged(states[0], states[1:])
+    assert found["steps"] == 2
+    assert math.isnan(found["worst"])
+    assert torch.equal(found["several"][1], torch.zeros(2))
+    assert merged({"grown": torch.zeros(2)}, [{"grown": torch.zeros(3)}] * 2)["grown"].shape == (3,)
+
+
+def test_what_a_checkpoint_could_not_give_back_is_refused():
+    for wrong in ({1: 2}, [torch.zeros(1)], (1, 2), NAN):
+        with pytest.raises(InputError, match="the strategy's state 'seen'"):
+            state_of(SimpleNamespace(state_dict=lambda wrong=wrong: {"seen": wrong}))
+    kept = state_of(SimpleNamespace(state_dict=lambda: {"seen": torch.full((2,), NAN), "of": {"1": [2]}}))
+    assert kept["of"] == {"1": [2]}
+    assert state_of(lambda *_: None) == {}
+
+
+class Worst:
+    """Hides the half that hurt most when it was last tried, image by image; notes the epoch of the last look."""
+
+    def __init__(self):
+        self.losses, self.looks = torch.full((IMAGES, 2), NAN), {}
+
+    def __call__(self, classifier, images, labels, *, indices=None, epoch=0):
+        half = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+        half[0, :, :6], half[1, :, 6:] = False, False
+        with torch.no_grad():
+            logits = classifier(torch.where(half[epoch % 2], images, 0.5))
+        self.losses[indices, epoch % 2] = nn.functional.cross_entropy(logits, labels, reduction="none")
+        self.looks.update({str(index): epoch for index in indices.tolist()})
+        return half[self.losses[indices].nan_to_num(-1).argmax(dim=1)][None]
+
+    def state_dict(self):
+        return {"losses": self.losses, "looks": self.looks}
+
+    def load_state_dict(self, state):
+        self.losses, self.looks = state["losses"].clone(), dict(state["looks"])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 3)).eval()
+
+
+def examples():
+    generator = torch.Generator().manual_seed(0)
+    return [((torch.rand(3, 12, 12, generator=generator) + i % 3) / 3, i % 3) for i in range(IMAGES)]
+
+
+def train(folder=None, *, stop=None, seen=None, batch_size=8, **options):
+    def on_step(report):
+        seen is None or seen.append(report.step)
+        if report.step == stop:
+            raise KeyboardInterrupt
+
+    plan = pp.Plan(strategy=Worst(), epochs=3, batch_size=batch_size, learning_rate=0.1)
+    trained = pp.train(network(), examples(), plan, folder=folder, on_step=on_step, **options)
+    return trained.classifier.state_dict(), plan.strategy
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_a_run_ended_by_its_callback_is_resumed_bit_for_bit_memory_included(tmp_path, stop):
+    """Step 3 ends the first epoch."""
+    (weights, strategy), seen = train(), []
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", stop=stop, seen=seen)
+    with pytest.raises(pp.InputError, match="already holds a run"):
+        train(tmp_path / "run")
+    again, resumed = train(tmp_path / "run", resume=True, seen=seen)
+    assert seen == list(range(1, 10)), "each step is seen once"
+    assert all(torch.equal(again[name], value) for name, value in weights.items())
+    assert torch.equal(resumed.losses, strategy.losses)
+    assert not resumed.losses.isnan().any()
+    assert resumed.looks == strategy.looks
+    assert set(strategy.looks.values()) == {2}
+
+
+def main(folder: str) -> None:
+    weights, strategy = train(Path(folder), batch_size=6)
+    found = {"losses": strategy.losses.tolist(), "looks": strategy.looks, "bias": weights["1.bias"].tolist()}
+    Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_two_processes_keep_one_memory(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", __file__]
+    subprocess.run([*command, str(tmp_path)], check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    one, two = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == two
+    assert set(one["looks"]) == {str(i) for i in range(IMAGES)}
+    assert not torch.tensor(one["losses"]).isnan().any(), "each process has seen half of the images"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
