@@ -47,6 +47,23 @@ def plain_classifier() -> nn.Module:
     return network
 
 
+class Startled(nn.Module):
+    """Two labels. A dark image gets one by a sum that bf16 rounds by some hundredths; bright pixels make it label 1."""
+
+    fill = (0.25, 0.25, 0.25)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = nn.Linear(3 * 12 * 12, 1)
+        nn.init.normal_(self.sum.weight, generator=torch.Generator().manual_seed(0))
+        nn.init.constant_(self.sum.bias, 3 - 4.25 * float(self.sum.weight.detach().sum()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        lead = self.sum(images.flatten(1) + 4).float()
+        bright = (images - 0.6).relu().sum(dim=(1, 2, 3))[:, None]
+        return torch.cat([lead, 1000 * bright], dim=1)
+
+
 @cache
 def fitted_classifier() -> ImageClassifier:
     """A few dozen steps on copies under two random masks: right on three of four test images, a third certified."""

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import re
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def flag(name: str) -> str:
     return "--" + FLAGS.get(name, name).replace("_", "-")
 
 
+@cache
 def arguments(verb: str) -> dict[str, object]:
     """Default of each flag, as `--help` shows it."""
     app = build_app()

@@ -8,10 +8,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from cyclopts import CycloptsError
+from cyclopts import App, CycloptsError
 
 import patchproof
 from patchproof.cli import _layers, build_app
@@ -47,12 +48,16 @@ def commands(text: str) -> Iterator[list[str]]:
                     words.append(word)
 
 
+@cache
+def app_with(verb: str, kind: type | None) -> App:
+    return build_app(SETTINGS if kind is None else {**SETTINGS, verb: kind})
+
+
 def parses(tokens: list[str]) -> str | None:
     """Why the program would refuse these words before it begins; None if it would not."""
     try:
         kind, _ = _layers([token for token in tokens if not token.startswith("--config")])
-        kinds = SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind}
-        build_app(kinds).parse_args(tokens, exit_on_error=False, print_error=False)
+        app_with(tokens[0], kind).parse_args(tokens, exit_on_error=False, print_error=False)
     except (CycloptsError, PatchproofError) as error:
         return str(error)
     named = {"--weights", "--model", "--recipe", "--config", "--help"} & {token.partition("=")[0] for token in tokens}
