@@ -151,8 +151,8 @@ def test_compiled_passes_have_one_shape_and_layout_and_padding_wastes_less_than_
         images, MASKS.keep(), copies, lambda logits, _: logits))  # fmt: skip
     assert [row for rows in read for row in range(rows.start, rows.stop)] == list(range(count))
     for rows, (compiled, batch) in zip(read, classifier.seen, strict=True):
-        size, wanted, smallest = len(batch), rows.stop - rows.start, max(1, chunk // 4)
-        assert size in (chunk, smallest)
+        size, wanted, smallest = len(batch), rows.stop - rows.start, max(1, chunk // 8)
+        assert size in (chunk, max(1, chunk // 4), smallest)
         assert compiled == (size == chunk)
         assert wanted <= size
         assert 2 * wanted >= size or size == smallest
@@ -222,12 +222,53 @@ def test_a_change_above_tau_is_that_of_the_fast_labels_margin_and_ends_a_certifi
     """The difference of the two leads would be 0.02, 0.03 and 4.95: a flip between near-ties would pass unnoticed."""
     classifier, images = TwoWays(fast, exact), torch.zeros(1, 1, 9, 9)
     defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16)
-    with pytest.raises(CheckError, match=rf"changed by {change} between bf16 and float32, more than the 0.1 that .* τ"):
+    with pytest.raises(CheckError, match=rf"changed by {change} between bf16 and fp32, more than the 0.1 that .* τ"):
         defense.certify(images, torch.tensor([0]))
     lenient = Evaluator(classifier, BF16, strict=False)
     assert lenient.labels(images).tolist() == [reference.argmax(exact)]
     assert len(lenient.audit.exceeded) == 1
-    assert lenient.audit.per_image(1) == [(1, pytest.approx(change))]
+    redone = lenient.audit.redone[0]
+    assert (redone.steps, redone.largest_change) == ({"fp32": 1}, pytest.approx(change))
+    assert redone.shares == [0] * 9 + [1]
+
+
+class ThreeWays(TwoWays):
+    """And others in TF32, which no CPU has: told by the switch."""
+
+    def __init__(self, fast, between, exact):
+        super().__init__(fast, exact)
+        self.between = torch.tensor([between])
+
+    def __call__(self, images):
+        if not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.allow_tf32:
+            return self.between.expand(len(images), -1)
+        return super().__call__(images)
+
+
+@pytest.mark.parametrize(
+    ("fast", "between", "exact", "label", "steps"),
+    [
+        ((0.0, 0.5), (9.0, 0.0), (9.0, 0.0), 1, {}),
+        ((0.0, 0.05), (0.04, 0.0), (9.0, 0.0), 0, {"tf32": 1}),
+        ((0.0, 0.05), (0.0, 0.02), (0.005, 0.0), 0, {"fp32": 1}),
+        ((0.0, 0.05), (torch.nan, 0.0), (0.01, 0.0), 0, {"fp32": 1}),
+    ],
+)
+def test_a_label_goes_only_as_far_as_it_must(fast, between, exact, label, steps):
+    engine = reference.measured(precision="bf16", tau=0.1, tau_tf32=0.03, tau_fp32=1e-6)
+    evaluator = Evaluator(ThreeWays(fast, between, exact), engine)
+    found = evaluator.answers(torch.zeros(1, 1, 9, 9), None, Copies.unmasked(1))
+    assert (found.label.tolist(), found.passes.tolist()) == ([label], [{"": 1, "tf32": 2, "fp32": 3}["".join(steps)]])
+    assert evaluator.audit.redone[0].steps == steps
+
+
+def test_a_change_above_tau_between_any_two_steps_is_found():
+    engine = reference.measured(precision="bf16", tau=0.1, tau_tf32=0.03, tau_fp32=1e-6)
+    ways = [((0.05, 0.0), (0.0, 0.2), "bf16 and tf32"), ((0.05, 0.0), (0.01, 0.0), "tf32 and fp32")]
+    for fast, between, steps in ways:
+        evaluator = Evaluator(ThreeWays(fast, between, (0.06, 0.0)), engine)
+        with pytest.raises(CheckError, match=f"between {steps}"):
+            evaluator.labels(torch.zeros(1, 1, 9, 9))
 
 
 def test_of_tau_only_what_is_not_for_float32_may_be_used_up_by_the_fast_precision():

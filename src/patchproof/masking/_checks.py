@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -10,59 +11,15 @@ from torch import Tensor
 
 from patchproof.geometry import MaskSet
 from patchproof.masking._arithmetic import network
-from patchproof.masking._evaluator import PARTS, Copies, Evaluator
-from patchproof.masking._logits import label_margin, top_two
+from patchproof.masking._drift import COPIES, Drift, measure_drift
+from patchproof.masking._evaluator import Copies, Evaluator
 from patchproof.masking._memory import Engine, Measured, out_of_memory
 from patchproof.types import CheckError, Classifier, InputError, Precision
 
-SAFETY = 8.0
-"""τ of float32 is this many times the largest change of a margin seen between float32 evaluations."""
-
-FAST_SAFETY = 6.0
-"""The same between a fast precision and float32, whose changes have a longer tail (docs/decisions/0003-tau.md)."""
-
-COPIES = 512
-"""Masked copies that evaluations are compared on, each of another image as far as there are so many."""
-
-ALONE = 16
-"""So many of them are also evaluated one at a time."""
-
-REFUSED_DRIFT = 1e-2
-"""A float32 logit that changes by more than this share of the largest |logit| is no rounding: the model is refused."""
+COMPILE_AFTER = 60.0
+"""Seconds of passes ahead of a GPU that make compiling, which takes 5 to 20, worth while."""
 
 FAILURES = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError)
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far logits and margins change between evaluations of the same masked copies.
-
-    `repeated` and `batching` are the largest change of a logit, evaluated again and in other batches; `gap` that of the
-    top-1 margin in float32, and `precision` that between the fast precision and float32. `scale` is the largest
-    |logit|, `copies` the number of masked copies compared.
-    """
-
-    repeated: float
-    batching: float
-    gap: float
-    precision: float
-    scale: float
-    copies: int
-
-    @property
-    def bound(self) -> float:
-        """The smallest change that is assumed whatever was measured: 8 units in the last place of the largest logit."""
-        return 8 * torch.finfo(torch.float32).eps * self.scale
-
-    @property
-    def tau_fp32(self) -> float:
-        """A float32 margin this large has the same sign in any batch."""
-        return SAFETY * max(self.gap, self.bound)
-
-    @property
-    def tau(self) -> float:
-        """A fast margin this large is one of at least τ(fp32) in float32."""
-        return self.tau_fp32 + FAST_SAFETY * self.precision
 
 
 def check_classifier(
@@ -73,86 +30,47 @@ def check_classifier(
     num_classes: int | None = None,
     engine: Engine | None = None,
     copies: int = COPIES,
+    work: int = 0,
 ) -> tuple[Measured, Drift]:
     """Refuse a classifier whose logits depend on batch composition, position or the RNG; measure τ of the others.
 
-    Evaluates `copies` masked copies of the images, spread over them, in batches of different size and order, and a fast
-    precision beside float32. The engine returned has τ and a batch size that fits into memory.
+    Evaluates `copies` masked copies of the images, spread over them, in batches of different size and order, and fast
+    precisions beside float32. The engine returned has τ, a batch size that fits into memory, and in place of `auto`
+    whatever is fastest, the passes decided again counted in; `work` is the number of passes ahead.
     """
     _check_images(images, masks)
-    evaluator = Evaluator(classifier, engine or Engine())
+    engine = engine or Engine()
+    evaluator = Evaluator(classifier, replace(engine, precision=engine.fast, compile=engine.compile is True))
     keep = masks.keep(images.device)
     drawn = torch.randint(len(masks), (2, copies), generator=torch.Generator().manual_seed(1))
     chosen = Copies(torch.arange(copies) % len(images), drawn[0], drawn[1]).to(images.device)
     _try_passes(evaluator, images, keep, chosen, num_classes)
-    drift = measure_drift(evaluator, images, keep, chosen)
+    candidates: tuple[Precision, ...] = () if engine.fast == "fp32" else (engine.fast,)
+    if images.is_cuda and engine.precision == "auto":
+        candidates = get_args(Precision)
+    elif images.is_cuda and candidates:
+        candidates = tuple(dict.fromkeys((engine.fast, "tf32", "fp32")))
+    drift = measure_drift(evaluator, images, keep, chosen, candidates)
+    if engine.fast not in ("fp32", *drift.changes):
+        raise CheckError(f"logits are NaN or infinite in {engine.fast}; use a wider precision: fp32, or bf16 for fp16")
+    way: Any = drift.fastest(engine.precision)
+    fast, *later = way.split()
+    if engine.compile == "auto" and work / drift.labels_per_second.get(way, work or 1) > COMPILE_AFTER:
+        compiled = replace(engine, precision=fast, compile=True, batch_size=evaluator.chunk)
+        try:
+            measured, own = check_classifier(classifier, images, masks, engine=compiled, copies=copies)
+            return measured, replace(own, again=drift.again, labels_per_second=drift.labels_per_second)
+        except CheckError:
+            pass  # what cannot be compiled runs as it is
     measured = Measured(
-        precision=evaluator.engine.precision,
+        precision=fast,
         batch_size=evaluator.chunk,
-        compile=evaluator.engine.compile,
-        tau=drift.tau if evaluator.engine.precision != "fp32" else 0.0,
+        compile=engine.compile is True,
+        tau=drift.tau(fast),
         tau_fp32=drift.tau_fp32,
+        tau_tf32=drift.tau("tf32") if "tf32" in later else None,
     )
     return measured, drift
-
-
-def measure_drift(evaluator: Evaluator, images: Float[Tensor, "b c h w"], keep: Tensor, copies: Copies) -> Drift:
-    """Logits in whole chunks, the copies in mixed positions; the same again; in smaller batches; and one at a time."""
-    count = len(copies.image)
-    size = max(evaluator.chunk, count)
-    mixed = (torch.arange(size) % count)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
-    mixed = mixed.to(images.device)
-    if evaluator.fixed(images):
-        smaller = max(1, evaluator.chunk // PARTS[-1])
-    else:
-        smaller = max(2, min(evaluator.chunk, count) // 2 + 1)  # the last batch is then ragged
-
-    def logits(rows: Tensor, precision: Precision, largest: int | None = None) -> Tensor:
-        found = evaluator.evaluate(
-            images, keep, copies.chosen(rows), lambda x, _: x, precision=precision, largest=largest
-        )
-        wrong = int((~torch.isfinite(found)).sum())
-        if wrong:
-            remark = "" if precision == "fp32" else f" in {precision}; use a wider one: fp32, or bf16 if this is fp16"
-            raise CheckError(
-                f"{wrong} of {found.numel()} logits are NaN or infinite{remark}; "
-                "check the weights and that images are scaled to [0, 1]"
-            )
-        return found
-
-    every = torch.arange(count, device=images.device)
-    whole, again, small = logits(mixed, "fp32"), logits(mixed, "fp32"), logits(every, "fp32", smaller)
-    alone = logits(every[:ALONE], "fp32", 1)
-    in_turn = torch.empty_like(small)
-    in_turn[mixed] = whole  # one of the positions of each copy
-    drift = Drift(
-        repeated=_largest(again - whole),
-        batching=max(_largest(whole - small[mixed]), _largest(alone - small[: len(alone)])),
-        gap=max(
-            _margin_change(again, whole),
-            _margin_change(whole, small[mixed]),
-            _margin_change(alone, small[: len(alone)]),
-        ),
-        precision=0.0,
-        scale=_largest(whole),
-        copies=count,
-    )
-    _check_drift(drift)
-    fast = evaluator.engine.precision
-    if fast == "fp32":
-        return drift
-    changes = [_margin_change(logits(mixed, fast), whole), _margin_change(logits(every, fast, smaller), in_turn)]
-    return replace(drift, precision=max(changes))
-
-
-def _margin_change(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> float:
-    """Largest change of the top-1 margin between two evaluations: what a flip has to overcome."""
-    label, gap = top_two(one)
-    return _largest(gap - label_margin(other, label))
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().amax()) if values.numel() else 0.0
 
 
 def _check_images(images: Tensor, masks: MaskSet) -> None:
@@ -211,21 +129,3 @@ def _works_eagerly(classifier: Classifier, images: Tensor, keep: Tensor) -> bool
     except FAILURES:
         return False
     return True
-
-
-def _check_drift(drift: Drift) -> None:
-    if drift.scale == 0:
-        raise CheckError("the classifier answers zero for every class and image; load trained weights")
-    limit = REFUSED_DRIFT * drift.scale
-    if drift.repeated > limit:
-        raise CheckError(
-            f"the classifier answers differently when asked twice: a logit changed by {drift.repeated:.3g} of "
-            f"{drift.scale:.3g}; switch off dropout and every other randomness, since a certificate needs one answer "
-            "per image"
-        )
-    if drift.batching > limit:
-        raise CheckError(
-            f"the classifier's logits depend on the rest of the batch or the position in it: one changed by "
-            f"{drift.batching:.3g} of {drift.scale:.3g}; use stored normalisation statistics (eval mode), since a "
-            "certificate needs one answer per image"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,7 +18,7 @@ from patchproof.masking._memory import Engine, InChunks, Measured, default_batch
 from patchproof.masking._objective import Aim, Views
 from patchproof.types import Classifier, InputError, Precision, TauExceededError
 
-PARTS = (1, 4)
+PARTS = (1, 4, 8)
 """Batches of fixed sizes are whole chunks, or these parts of one."""
 
 GRADIENT_SHARE = 4
@@ -25,6 +26,9 @@ GRADIENT_SHARE = 4
 
 GRADIENT_PARTS = (4, 2, 1)
 """The same for passes with gradients, which are never larger than one of theirs."""
+
+SHARES = 10
+"""Changes of margins are counted in so many parts of what τ allows."""
 
 LARGEST_EXPONENT = 100
 """Slopes are scaled by at most two to this power, which float32 holds."""
@@ -56,7 +60,7 @@ class Copies(NamedTuple):
 
 class Answers(NamedTuple):
     """What F says of each copy: its label, the gap to the runner-up, the margin of the label asked about, and the
-    passes that took (2 where float32 decided again)."""
+    passes that took (more than 1 where the label was decided again)."""
 
     label: Int64[Tensor, " j"]
     gap: Float[Tensor, " j"]
@@ -65,20 +69,44 @@ class Answers(NamedTuple):
 
 
 @dataclass
-class Audit:
-    """Labels of a fast precision that float32 decided again: how far the margin of each had been off."""
+class Redone:
+    """Labels that a fast precision left open: how many each later step decided, the largest change of a margin between
+    two steps, and how many changes were up to 10%, 20%, … of what τ allows."""
 
-    redone: list[tuple[int, float]] = field(default_factory=list)
-    """(row of the image in its batch, change of the margin)."""
+    steps: dict[str, int] = field(default_factory=dict)
+    largest_change: float = 0.0
+    shares: list[int] = field(default_factory=lambda: [0] * SHARES)
+
+    def add(self, other: Redone) -> None:
+        for step, count in other.steps.items():
+            self.steps[step] = self.steps.get(step, 0) + count
+        self.largest_change = max(self.largest_change, other.largest_change)
+        self.shares = [a + b for a, b in zip(self.shares, other.shares, strict=True)]
+
+
+@dataclass
+class Audit:
+    """Labels of a fast precision that were decided again, by the image's row in its batch."""
+
+    redone: dict[int, Redone] = field(default_factory=lambda: defaultdict(Redone))
     exceeded: set[int] = field(default_factory=set)
     """Rows with a change beyond what τ allows: it was measured on copies too unlike these."""
 
-    def per_image(self, count: int) -> list[tuple[int, float]]:
-        """For each image of the batch how many labels were decided again, and the largest change."""
-        changes: list[list[float]] = [[] for _ in range(count)]
-        for row, change in self.redone:
-            changes[row].append(change)
-        return [(len(found), max(found, default=0.0)) for found in changes]
+    def count(self, rows: list[int], step: str) -> None:
+        for row in rows:
+            steps = self.redone[row].steps
+            steps[step] = steps.get(step, 0) + 1
+
+    def compare(self, rows: Tensor, change: Tensor, allowed: float) -> float | None:
+        """Note how far margins changed between two steps; the largest change beyond what is allowed, if any was."""
+        known = change.isfinite()  # an overflow or NaN never counts, so it needs no τ
+        for row, size in zip(rows[known].tolist(), change[known].tolist(), strict=True):
+            redone = self.redone[row]
+            redone.largest_change = max(redone.largest_change, size)
+            redone.shares[min(SHARES - 1, int(SHARES * size / allowed))] += 1
+        above = known & (change > allowed)
+        self.exceeded |= set(rows[above].tolist())
+        return float(change[above].amax()) if bool(above.any()) else None
 
 
 def decided(gap: Float[Tensor, "*j"], tau: float) -> Bool[Tensor, "*j"]:
@@ -106,7 +134,7 @@ class Evaluator(InChunks):
         """The engine with its τ; no label counts without one."""
         if not isinstance(self.engine, Measured):
             raise InputError(
-                f"no τ has been measured for these {self.engine.precision} labels, so none is sure enough to count; "
+                f"no τ has been measured for these {self.engine.fast} labels, so none is sure enough to count; "
                 "call check_classifier and use the engine it returns, or pp.certify, which does so"
             )
         return self.engine
@@ -119,7 +147,7 @@ class Evaluator(InChunks):
 
     def fixed(self, images: Tensor) -> bool:
         """On a GPU, or compiled, batches have few sizes: for every new one kernels are chosen anew, or compiled."""
-        return images.is_cuda or self.engine.compile
+        return images.is_cuda or self.engine.compile is True
 
     def shape(self, count: int) -> int:
         """The size of the next batch of `count` that are left: the largest that they fill by half."""
@@ -141,7 +169,7 @@ class Evaluator(InChunks):
 
         Without `keep`, F(x). `largest` bounds the batches, to see what their size does.
         """
-        precision = precision or self.engine.precision
+        precision = precision or self.engine.fast
         self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
         copies, count = copies.to(images.device), len(copies.image)
         networks = cache(partial(network, self.classifier, precision=precision))
@@ -152,7 +180,7 @@ class Evaluator(InChunks):
             size = min(shape, left)
             part = copies.chosen(slice(start, start + size)).padded(shape)
             visible = None if keep is None else keep[part.first] & keep[part.second]
-            compiled = self.engine.compile and precision == self.engine.precision and shape == self.chunk
+            compiled = self.engine.compile is True and precision == self.engine.fast and shape == self.chunk
             logits = networks(compiled=compiled)(images[part.image], visible)[:size]
             return size, read(logits, slice(start, start + size))
 
@@ -178,19 +206,47 @@ class Evaluator(InChunks):
         passes = torch.ones(len(copies.image), dtype=torch.int64)
         if not len(passes):
             return Answers(passes, passes.float(), passes.float(), passes)
-        asked = None if about is None else about.to(images.device)[copies.image.to(images.device)]
+        copies = copies.to(images.device)
+        asked = None if about is None else about.to(images.device)[copies.image]
         classes = None if about is None else label_range(about)
-        found = self._read(images, keep, copies, self.engine.precision, asked, classes=classes)
-        if self.engine.precision != "fp32":
-            again = torch.nonzero(~decided(found[1], self.measured.tau))[:, 0]
-            if len(again):
-                rows = again.to(images.device)
-                some = copies.to(images.device).chosen(rows)
-                found[:, again] = self._decide(
-                    images, keep, some, None if asked is None else asked[rows], found[:, again]
-                )
-                passes[again] += 1
+        found = self._read(images, keep, copies, self.engine.fast, asked, classes=classes)
+        if self.engine.fast != "fp32":
+            self._decide_again(images, keep, copies, asked, found, passes)
         return Answers(found[0].long(), found[1], found[2], passes)
+
+    def _decide_again(
+        self, images: Tensor, keep: Tensor | None, copies: Copies, asked: Tensor | None, found: Tensor, passes: Tensor
+    ) -> None:
+        """Take the labels that lead by less than τ to the next precision, as far as each must go; write what is found
+        there over `found`. How far margins were off is noted, and must not exceed what τ allows."""
+        steps, least = self.measured.steps, self.measured.tau_fp32
+        allowed = {precision: max(tau - least, least) if precision != "fp32" else 0.0 for precision, tau in steps}
+        left = torch.nonzero(~decided(found[1], steps[0][1]))[:, 0]
+        before = [(steps[0][0], found[0, left], found[1, left])]
+        for precision, tau in steps[1:]:
+            if not len(left):
+                return
+            rows = left.to(images.device)
+            some, about = copies.chosen(rows), None if asked is None else asked[rows]
+            earlier = [label.long().to(images.device) for _, label, _ in before]
+            values = self._read(images, keep, some, precision, about, *earlier)
+            found[:, left] = values[:3]
+            passes[left] += 1
+            done = decided(values[1], tau) if precision != "fp32" else torch.ones_like(left, dtype=torch.bool)
+            image = some.image.cpu()[done]
+            self.audit.count(image.tolist(), precision)
+            for (step, _, gap), margin in zip(before, values[3:], strict=True):
+                limit = allowed[step] + allowed[precision]
+                above = self.audit.compare(image, (gap - margin)[done].abs(), limit)
+                if above is not None and self.strict:
+                    raise TauExceededError(
+                        f"the margin of a label changed by {above:.3g} between {step} and {precision}, more than the "
+                        f"{limit:.3g} that the measured τ allows; use a higher precision (fp32 is always sound) and "
+                        "begin again"
+                    )
+            before = [(step, label[~done], gap[~done]) for step, label, gap in before]
+            before.append((precision, values[0, ~done], values[1, ~done]))
+            left = left[~done]
 
     def _read(
         self,
@@ -210,28 +266,6 @@ class Evaluator(InChunks):
             return torch.stack([label.float(), gap, *margins], dim=1)  # labels below 2²⁴ are exact
 
         return self.evaluate(images, keep, copies, read, precision=precision).T.cpu()
-
-    def _decide(
-        self, images: Tensor, keep: Tensor | None, copies: Copies, asked: Tensor | None, fast: Tensor
-    ) -> Float[Tensor, "values j"]:
-        """In float32; how far the margin of each fast label was off is noted, and must not exceed τ."""
-        fast_label = fast[0].long().to(images.device)
-        *sure, of_fast_label = self._read(images, keep, copies, "fp32", asked, fast_label)
-        change = (fast[1] - of_fast_label).abs()
-        known = change.isfinite()  # an overflow or NaN never counts, so it needs no τ
-        rows, changes = copies.image.cpu()[known].tolist(), change[known].tolist()
-        self.audit.redone += zip(rows, changes, strict=True)
-        tau, tau_fp32 = self.measured.tau, self.measured.tau_fp32
-        limit = max(tau - tau_fp32, tau_fp32)  # what τ allows for a change of precision
-        above = [change for change in changes if change > limit]
-        self.audit.exceeded |= {row for row, change in zip(rows, changes, strict=True) if change > limit}
-        if above and self.strict:
-            raise TauExceededError(
-                f"the margin of a label changed by {max(above):.3g} between {self.engine.precision} and float32, more "
-                f"than the {limit:.3g} that the measured τ of {tau:.3g} allows; use a higher precision (fp32 is "
-                "always sound) and begin again"
-            )
-        return torch.stack(sure)
 
     def labels(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """F(x), no mask at all: the undefended answer."""
@@ -264,7 +298,7 @@ class Evaluator(InChunks):
         value, gradient = images.new_full((len(images),), -torch.inf), torch.zeros_like(images)
         rows = torch.nonzero(aim.used.any(dim=1))[:, 0]
         self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
-        networks = cache(partial(network, self.classifier, precision=self.engine.precision, gradients=True))
+        networks = cache(partial(network, self.classifier, precision=self.engine.fast, gradients=True))
 
         def every_group() -> None:
             passes = _Gradients(self, views, networks, size=max(1, self.chunk // GRADIENT_SHARE))
@@ -301,7 +335,7 @@ class _Gradients:
         value, slope = _slope(logits, (image, slot), labels, aim, loss)
         for i, s in chunks:
             copies, answers = kept or self.tied(images, i, aim.view[i, s])
-            with tf32(self.evaluator.engine.precision != "fp32"):
+            with tf32(self.evaluator.engine.fast != "fp32"):
                 carried = _carry(answers, copies, slope[i, s])
             # The copies of an image are adjacent: a product with 0 and 1 adds them in one fixed order.
             rows = torch.arange(int(i[0]), int(i[-1]) + 1, device=i.device)
@@ -323,7 +357,7 @@ class _Gradients:
             missing = next(size for size in sizes if count <= size) - count
             again = torch.full((missing,), count - 1, device=copies.device)
             copies, keep = torch.cat([copies, copies[again].detach()]), torch.cat([keep, keep[again]])
-        compiled = engine.compile and copies.requires_grad and len(copies) == self.size
+        compiled = engine.compile is True and copies.requires_grad and len(copies) == self.size
         return self.networks(compiled=compiled)(copies, keep)[:count]
 
 

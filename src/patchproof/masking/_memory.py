@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 
 import torch
 
-from patchproof.types import InputError, Precision, Size, require_one_of
+from patchproof.types import InputError, Precision, PrecisionChoice, Size, require_one_of
 
 Result = TypeVar("Result")
 
@@ -17,36 +17,56 @@ Result = TypeVar("Result")
 class Engine:
     """Arithmetic of the passes over masked copies."""
 
-    precision: Precision = "fp32"
-    """Arithmetic of the fast passes; labels too close to call are decided again in float32."""
+    precision: PrecisionChoice = "fp32"
+    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
+    one that is fastest on this network and these images, on a CPU fp32."""
     batch_size: int | Literal["auto"] = "auto"
     """Masked copies in one forward pass, or `auto`."""
-    compile: bool = False
-    """Compile the network for the fast passes: some seconds at the start, faster passes after."""
+    compile: bool | Literal["auto"] = False
+    """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
+    work lies ahead of a GPU."""
 
     def __post_init__(self) -> None:
-        require_one_of("precision", self.precision, get_args(Precision))
+        require_one_of("precision", self.precision, (*get_args(Precision), "auto"))
+        if self.compile not in (True, False, "auto"):
+            raise InputError(f"compile must be True, False or `auto`, not {self.compile!r}")
         if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
             raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size!r}")
+
+    @property
+    def fast(self) -> Precision:
+        """The arithmetic of the fast passes; as long as none has been chosen, float32."""
+        return "fp32" if self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Engine):
     """An engine with its τ, measured by `check_classifier` or taken from a run that did.
 
-    A label of a fast pass (any precision but fp32) counts when the top logit leads by at least `tau`; otherwise it is
-    decided again in float32, where it must lead by `tau_fp32` to count in a certificate.
+    A label of a fast pass (any precision but fp32) counts when the top logit leads by at least `tau`. Otherwise it is
+    decided again: in TF32, if there is a `tau_tf32`, where it must lead by that, and at last in float32, where it must
+    lead by `tau_fp32` to count in a certificate.
     """
 
     tau: float
     tau_fp32: float
+    tau_tf32: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.precision == "auto" or self.compile == "auto":
+            raise InputError("a measured engine has a precision and is compiled or not; `auto` is for Engine")
         if not (self.tau >= 0 and self.tau_fp32 > 0):
             raise InputError(f"tau cannot be negative and tau_fp32 must be above 0, not {self.tau} and {self.tau_fp32}")
         if self.precision != "fp32" and self.tau == 0:
             raise InputError(f"{self.precision} labels need a τ above 0 to count; take it from check_classifier")
+
+    @property
+    def steps(self) -> list[tuple[Precision, float]]:
+        """The precisions that a label goes through, and the gap at which it goes no further."""
+        fast = [] if self.precision == "fp32" else [(self.fast, self.tau)]
+        between: list[tuple[Precision, float]] = [] if self.tau_tf32 is None else [("tf32", self.tau_tf32)]
+        return [*fast, *between, ("fp32", 0.0)]
 
 
 def default_batch(image_size: Size, device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ MOST_COPIES, FEWEST_COPIES = 512, 16
 SHARE = 4
 """A float32 run compares at most one in so many of its one-mask copies: small runs stay quick."""
 
+MANY_COPIES, MANY_PASSES = 2048, 200_000
+"""A run of so many passes in a fast precision compares more copies: its τ is the smaller for it."""
+
 CHECKED_FLOATS = 1 << 29
 """Images to check the classifier on take at most so many numbers: two gigabytes."""
 
@@ -33,16 +37,18 @@ def measure_tau(
     """On a few images from all over the run; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
-    copies = MOST_COPIES
-    if _engine(defense).precision == "fp32":
-        copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(_masks(defense)) // SHARE))
+    device, masks = device_of(defense), _masks(defense)
+    engine, work = _engine(defense), len(indices) * int(getattr(defense, "most_passes", len(masks)))
+    copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
+    if engine.precision == "fp32" or (engine.precision == "auto" and device.type == "cpu"):
+        copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(masks) // SHARE))
     height, width = defense.threat.image_size
     wanted = max(FEWEST_COPIES, min(copies, CHECKED_FLOATS // (3 * height * width)))
     spread = [indices[i] for i in evenly_spread(wanted, len(indices))]
     for candidates in (spread, indices):
         for batch in iterate_batches(source, preprocessing, candidates, batch_size=wanted, skip_bad=True):
             if len(batch.images):
-                return _measured(defense, as_images(batch.images, device_of(defense)), copies)
+                return _measured(defense, as_images(batch.images, device), copies, work)
     raise InputError(f"none of the {len(indices)} images of {source.name} can be read")
 
 
@@ -66,11 +72,14 @@ def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n 
     return (images / 3 + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1)
 
 
-def _measured(defense: Any, images: Tensor, copies: int) -> tuple[Measured, Drift]:
-    classes = getattr(defense.classifier, "num_classes", None)
-    return check_classifier(
-        defense.classifier, images, _masks(defense), num_classes=classes, engine=_engine(defense), copies=copies
+def _measured(defense: Any, images: Tensor, copies: int, work: int = 0) -> tuple[Measured, Drift]:
+    classes, engine = getattr(defense.classifier, "num_classes", None), _engine(defense)
+    measured, drift = check_classifier(
+        defense.classifier, images, _masks(defense), num_classes=classes, engine=engine, copies=copies, work=work
     )
+    if remark := drift.remark(engine.precision):
+        logging.getLogger("patchproof").warning(remark)
+    return measured, drift
 
 
 def _engine(defense: Any) -> Engine:
