@@ -120,7 +120,7 @@ class GradientAttack(Attack):
         every = torch.arange(len(views.first), device=images.device)
         clean = CleanAnswers(views, labels, self.evaluator.logits(images, views, every))
         places = self.places(clean, images)
-        best = _Best.start(images, places[:, 0], passes=len(every))
+        best = _Best(images, places[:, 0], passes=len(every))
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
             rows = torch.nonzero(~best.broken)[:, 0]
             if len(rows):
@@ -138,19 +138,16 @@ class GradientAttack(Attack):
         every = all_places(self.threat).to(device)
         if self.plan.place_search == "exhaustive":
             return every.expand(count, -1, -1)
-        mass = mass_inside(self._saliency(clean, images), every)
+        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each place.
+        view = self.objective.salient_views(clean.views).expand(count, -1)
+        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
+        _, gradient = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
+        mass = mass_inside(gradient.abs().sum(dim=1), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         promising = self.objective.promising(clean, hidden_by(every, clean.views.masks))
         if promising is not None:
             score = score + 2 * promising
         return every[best_places(score, every, self.plan.places)]
-
-    def _saliency(self, clean: CleanAnswers, images: Tensor) -> Float[Tensor, "b h w"]:
-        """Σ_c |∂ cross-entropy / ∂x|, over the objective's salient views."""
-        view = self.objective.salient_views(clean.views).expand(len(images), -1)
-        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
-        found = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
-        return found[1].abs().sum(dim=1)
 
     def _start(
         self, images: Tensor, rows: Int64[Tensor, " s"], places: Int64[Tensor, "s g 4"], generators: Sequence[Any]
@@ -163,9 +160,8 @@ class GradientAttack(Attack):
         attempt = torch.arange(restarts, device=rows.device).repeat(len(rows) * group)
         start = images[owner]
         for j in torch.nonzero(attempt)[:, 0].tolist():
-            noise = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
-            start[j] = noise.to(start.device)
-        within = inside(place, self.threat, images.device)
+            start[j] = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
+        within = inside(place, self.threat.image_size)
         started = torch.where(within, start, images[owner])
         return _Candidates(owner, local, place, attempt, within, started, torch.zeros_like(started))
 
@@ -211,27 +207,18 @@ class _Candidates:
         self.images = torch.where(self.within, moved, self.images)
 
 
-@dataclass
 class _Best:
     """For each image the first patch that broke it, or else the one of greatest loss."""
 
-    images: Float[Tensor, "b c h w"]
-    places: Int64[Tensor, "b 4"]
-    broken: Bool[Tensor, " b"]
-    value: Float[Tensor, " b"]
-    passes: Int64[Tensor, " b"]
-    queries: Int64[Tensor, " b"]
-
-    @classmethod
-    def start(cls, images: Tensor, places: Tensor, *, passes: int) -> _Best:
-        count = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        value = torch.full((len(images),), -torch.inf, device=images.device)
-        return cls(images.clone(), places.clone(), count.bool(), value, count + passes, count.clone())
+    def __init__(self, images: Float[Tensor, "b c h w"], places: Int64[Tensor, "b 4"], *, passes: int) -> None:
+        none = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        self.images, self.places, self.broken = images.clone(), places.clone(), none.bool()
+        self.value = torch.full((len(images),), -torch.inf, device=images.device)
+        self.passes, self.queries = none + passes, none.clone()
 
     def judge(self, candidates: _Candidates, value: Float[Tensor, " j"], wrong: Bool[Tensor, " j"]) -> None:
         self.queries.index_add_(0, candidates.owner, torch.ones_like(candidates.owner))
-        largest = torch.finfo(value.dtype).max
-        score = torch.where(wrong, torch.inf, value.clamp(max=largest))
+        score = torch.where(wrong, torch.inf, value.clamp(max=torch.finfo(value.dtype).max))
         for row in candidates.owner.unique().tolist():
             mine = torch.nonzero(candidates.owner == row)[:, 0]
             pick = mine[score[mine].argmax()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,29 +84,25 @@ def attack_in_turn(
     if not attacks:
         raise InputError("there is no attack to run; take defended_attacks(…) or undefended_attacks(…)")
     first, none = attacks[0], torch.zeros_like(labels)
-    place = Rect(0, 0, *first.threat.patch_sizes[0])
-    predictions = answers(first.target, images) if len(images) else labels.clone()
+    places = [Rect(0, 0, *first.threat.patch_sizes[0])] * len(images)
+    predictions = answers(first.target, images)
     wrong = wrong_answers(first.target, predictions, labels)
-    found = Attacked(images.clone(), (place,) * len(images), labels, predictions, none, none + 1, wrong)
+    found = Attacked(images.clone(), tuple(places), none, none + 1, labels, predictions, wrong)
     for turn, attack in enumerate(attacks):
         rows = torch.nonzero(~found.broken)[:, 0]
         if not len(rows):
             break
         generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
-        found = _merged(found, Attack.__call__(attack, images[rows], labels[rows], generators=generators), rows)
+        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)
+        for row, place in zip(rows.tolist(), now.places, strict=True):
+            places[row] = place
+        found = Attacked(
+            found.images.index_copy(0, rows, now.images),
+            tuple(places),
+            found.passes.index_add(0, rows, now.passes),
+            found.queries.index_add(0, rows, now.queries),
+            labels,
+            found.predictions.index_copy(0, rows, now.predictions),
+            found.broken.index_copy(0, rows, now.broken),
+        )
     return found
-
-
-def _merged(before: Attacked, now: Attacked, rows: Int64[Tensor, " s"]) -> Attacked:
-    places = list(before.places)
-    for row, place in zip(rows.tolist(), now.places, strict=True):
-        places[row] = place
-    return replace(
-        before,
-        images=before.images.index_copy(0, rows, now.images),
-        places=tuple(places),
-        predictions=before.predictions.index_copy(0, rows, now.predictions),
-        passes=before.passes.index_add(0, rows, now.passes),
-        queries=before.queries.index_add(0, rows, now.queries),
-        broken=before.broken.index_copy(0, rows, now.broken),
-    )
