@@ -13,13 +13,22 @@ from typing import Any
 
 import torch
 
-from patchproof.models import _state, _timm
+from patchproof.models import _state
+from patchproof.models._build import (
+    ZOO,
+    ZOO_PACKAGE,
+    build_own,
+    build_timm,
+    build_zoo,
+    is_own,
+    split_name,
+    tags_of,
+    trained_class_names,
+)
 from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
 from patchproof.models._hub import fetching
-from patchproof.models._own import build_own, is_own
 from patchproof.models._small import build_small
-from patchproof.models._timm import ZOO, build_timm, split_name, tags_of, trained_class_names
 from patchproof.types import InputError, PatchproofError, Size
 
 HUB_PREFIXES = ("hf-hub:", "hf_hub:")
@@ -80,7 +89,7 @@ def known_weights(model: str) -> str | None:
     if model == "small":
         return None
     name, tag = split_name(model)
-    if name == ZOO and not tag and importlib.util.find_spec(_timm.ZOO_PACKAGE):
+    if name == ZOO and not tag and importlib.util.find_spec(ZOO_PACKAGE):
         return "zoo"
     return "pretrained" if tags_of(name) else None
 
@@ -119,7 +128,7 @@ def _find(request: _Request) -> ImageClassifier:
     if weights == "zoo":
         if not from_timm:
             raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}")
-        return _timm.build_zoo(model, input_size=request.input_size)
+        return build_zoo(model, input_size=request.input_size)
     tags = tags_of(split_name(model)[0]) if from_timm else []
     if weights in tags or (weights == "pretrained" and tags):
         return _from_tag(request)
