@@ -22,7 +22,7 @@ from patchproof.models import (
     ImageClassifier,
     _build,
     _checkpoint,
-    _hub,
+    _load,
     _state,
     adopt,
     checkpoint_architecture,
@@ -392,7 +392,7 @@ def test_a_hub_model_out_of_reach_is_refused_quickly(weights: str) -> None:
 
 
 def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hub, "answers", lambda repo: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(_load, "hub_answers", lambda repo: pytest.fail("asked the Hub"))
     with pytest.raises(InputError, match=r"resnet18.a1_in1k has 1000 classes, but 10 are expected"):
         load_classifier("resnet18", "a1_in1k", num_classes=10)
 
@@ -401,7 +401,7 @@ def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(mon
 def cached_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """A function that puts a model into an otherwise empty local cache of the Hub; the Hub itself is out of reach."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(_hub, "answers", lambda repo: False)
+    monkeypatch.setattr(_load, "hub_answers", lambda repo: False)
 
     def put(repo: str, state: dict[str, Tensor], **config: Any) -> None:
         root = tmp_path / f"models--{repo.replace('/', '--')}"

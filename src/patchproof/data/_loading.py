@@ -111,19 +111,17 @@ def load_groups(
         return pixels
 
     def collect(pending: list[tuple[int, Future[Tensor]]]) -> Batch:
-        indices: list[int] = []
-        images: list[Tensor] = []
+        good: list[tuple[int, Tensor]] = []
         bad: list[BadImage] = []
         for index, future in pending:
             try:
-                images.append(future.result())
-                indices.append(index)
+                good.append((index, future.result()))
             except BadImageError as error:
                 if not skip_bad:
                     raise
                 bad.append(BadImage(index, source.path(index), error.reason))
-        labels = torch.tensor([source.labels[index] for index in indices], dtype=torch.int64)
-        return Batch(indices, _stack(images, preprocessing), labels, bad)
+        labels = torch.tensor([source.labels[index] for index, _ in good], dtype=torch.int64)
+        return Batch([index for index, _ in good], _stack([image for _, image in good], preprocessing), labels, bad)
 
     def batches() -> Iterator[Batch]:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")

@@ -15,10 +15,7 @@ from patchproof.data._sources import ImageSource
 from patchproof.geometry import nearest_sources, placement, resize_weights
 from patchproof.types import InputError, Interpolation, Preprocessing, Size
 
-_PILLOW_FILTERS = {
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-}
+_PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 def preprocess(
@@ -48,14 +45,13 @@ def preprocess(
     if native == size:
         pixels = np.asarray(image)
     elif preprocessing.interpolation == "nearest":
-        rows, columns = (nearest_sources(*lengths) for lengths in zip(native, size, strict=True))
+        rows, columns = nearest_sources(native[0], size[0]), nearest_sources(native[1], size[1])
         pixels = np.asarray(image)[rows[:, None], columns]
     elif preprocessing.antialias:
         pixels = np.asarray(image.resize((size[1], size[0]), _PILLOW_FILTERS[preprocessing.interpolation]))
     else:
-        above, across = (
-            resize_weights(*lengths, preprocessing.interpolation) for lengths in zip(native, size, strict=True)
-        )
+        above = resize_weights(native[0], size[0], preprocessing.interpolation)
+        across = resize_weights(native[1], size[1], preprocessing.interpolation)
         exact = above @ np.asarray(image).transpose(2, 0, 1).astype(np.float64) @ across.T
         pixels = np.rint(exact).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
     cropped = pixels[place.top : place.top + place.size[0], place.left : place.left + place.size[1]]

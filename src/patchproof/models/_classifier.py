@@ -138,8 +138,8 @@ def adopt(
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
     """The keyword arguments that wrap a module just as `classifier` wraps its own."""
-    names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct")
-    names += ("architecture", "source", "model_args", "fill")
+    shape, origin = ("input_size", "num_classes", "class_names"), ("architecture", "source", "model_args", "fill")
+    names = (*shape, "interpolation", "crop_pct", *origin)
     return {"mean": classifier.shift, "std": classifier.scale, **{name: getattr(classifier, name) for name in names}}
 
 
