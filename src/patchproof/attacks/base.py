@@ -1,4 +1,7 @@
-"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked."""
+"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked.
+
+Attacks run in turn on a batch: each on the images that the ones before could not break.
+"""
 
 from __future__ import annotations
 
@@ -178,3 +181,42 @@ def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:
     """A stream of its own for every (seed, image, turn), so that no draw depends on the other images of a batch."""
     digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def attack_in_turn(
+    attacks: Sequence[Attack],
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, " b"],
+    *,
+    seed: int,
+    indices: Sequence[int],
+) -> Attacked:
+    """The strongest patch that any of the attacks found for each image.
+
+    An image that is answered wrongly as it is counts as broken: a patch may also leave all pixels as they are.
+    """
+    if not attacks:
+        raise InputError("there is no attack to run; take defended_attacks(…) or undefended_attacks(…)")
+    first, none = attacks[0], torch.zeros_like(labels)
+    places = [Rect(0, 0, *first.threat.patch_sizes[0])] * len(images)
+    predictions = answers(first.target, images)
+    wrong = wrong_answers(first.target, predictions, labels)
+    found = Attacked(images.clone(), tuple(places), none, none + 1, labels, predictions, wrong)
+    for turn, attack in enumerate(attacks):
+        rows = torch.nonzero(~found.broken)[:, 0]
+        if not len(rows):
+            break
+        generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
+        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)
+        for row, place in zip(rows.tolist(), now.places, strict=True):
+            places[row] = place
+        found = Attacked(
+            found.images.index_copy(0, rows, now.images),
+            tuple(places),
+            found.passes.index_add(0, rows, now.passes),
+            found.queries.index_add(0, rows, now.queries),
+            labels,
+            found.predictions.index_copy(0, rows, now.predictions),
+            found.broken.index_copy(0, rows, now.broken),
+        )
+    return found

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
-from patchproof.data._loading import BadImage, Batch, evenly_spread, iterate_batches, load_groups, spread_indices
+from patchproof.data._loading import (
+    BadImage,
+    Batch,
+    default_preprocessing,
+    evenly_spread,
+    iterate_batches,
+    load_groups,
+    preprocess,
+    spread_indices,
+)
 from patchproof.data._named import DATASETS, open_dataset
-from patchproof.data._preprocess import default_preprocessing, preprocess
 from patchproof.data._sources import (
     EXTENSIONS,
     ArraySource,

@@ -20,7 +20,7 @@ from patchproof.masking import Engine, MaskedForward, images_ahead, label_range,
 from patchproof.models import ImageClassifier
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
-from patchproof.training.strategies import MaskingStrategy, MaskPair, choose, masking_strategy
+from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
 from patchproof.types import CheckError, InputError, Preprocessing
 
 MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -181,7 +181,7 @@ class Trainer:
         """What to leave visible; what the strategy remembers is the same on all processes afterwards."""
         shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
         before = state_of(self.strategy) if shared else {}
-        keep = choose(self.strategy, self.classifier, images, labels, indices=indices, epoch=epoch)
+        keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
         if shared:
             after = gather_object([state_of(self.strategy)])
             self.strategy.load_state_dict(merged(before, after))  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -104,17 +104,8 @@ def training_masks(image_size: Size) -> MaskPair:
     return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
 
 
-def choose(
-    strategy: MaskingStrategy,
-    classifier: Classifier,
-    images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, " b"],
-    *,
-    indices: Int64[Tensor, " b"] | None = None,
-    epoch: int = 0,
-) -> Bool[Tensor, "copies b 1 h w"]:
-    """What the strategy leaves visible, checked: a bool for each pixel of each copy."""
-    keep = strategy(classifier, images, labels, indices=indices, epoch=epoch)
+def checked(keep: Any, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "copies b 1 h w"]:
+    """What a strategy returned for these images, if it is a bool for each pixel of each copy."""
     expected = len(images), 1, *images.shape[-2:]
     right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
     if not right or not len(keep):
