@@ -208,12 +208,13 @@ class SequenceSource:
     is −1 where it cannot be read. Items are read from several threads.
     """
 
-    split = "all"
+    name, split = "images", "all"
+    class_names: tuple[str, ...] = ()
 
-    def __init__(self, items: Any, *, name: str = "images", class_names: Sequence[str] = ()) -> None:
+    def __init__(self, items: Any) -> None:
         if not len(items):
-            raise InputError(f"there are no images in {name}; {EXPECTED}")
-        self.items, self.name, self.class_names = items, name, tuple(class_names)
+            raise InputError(f"there are no images in {self.name}; {EXPECTED}")
+        self.items = items
         self.labels: Sequence[int] = _Labels(self)
         self.known_labels: dict[int, int] = {}
         with suppress(BadImageError):

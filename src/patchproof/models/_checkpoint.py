@@ -129,9 +129,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     for name in (RECORD, WEIGHTS):
         if not (folder / name).is_file():
-            raise InputError(
-                f"{folder} is no checkpoint: {name} is missing; give a folder that `patchproof train` wrote"
-            )
+            raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:

@@ -138,9 +138,9 @@ def adopt(
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
     """The keyword arguments that wrap a module just as `classifier` wraps its own."""
-    shape, origin = ("input_size", "num_classes", "class_names"), ("architecture", "source", "model_args", "fill")
-    names = (*shape, "interpolation", "crop_pct", *origin)
-    return {"mean": classifier.shift, "std": classifier.scale, **{name: getattr(classifier, name) for name in names}}
+    names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct", "architecture", "source")
+    kept = {name: getattr(classifier, name) for name in (*names, "model_args", "fill")}
+    return {"mean": classifier.shift, "std": classifier.scale, **kept}
 
 
 def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **changes: Any) -> ImageClassifier:
