@@ -19,7 +19,6 @@ from patchproof.attacks import (
     AttackPlan,
     GradientAttack,
     Misclassify,
-    NoiseAttack,
     Patched,
     Undefended,
     attack_in_turn,
@@ -27,6 +26,7 @@ from patchproof.attacks import (
     image_generator,
     undefended_attacks,
 )
+from patchproof.attacks.gradient import NoiseAttack
 from patchproof.data import open_dataset
 from patchproof.masking import Evaluator
 from patchproof.types import CheckError, InputError

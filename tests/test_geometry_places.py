@@ -27,7 +27,7 @@ def test_a_grid_has_at_most_so_many_different_places_of_every_size_it_has_room_f
 def test_gradient_mass_and_hiding_equal_loops(generator):
     maps = torch.rand(3, 8, 10, generator=generator, dtype=torch.float64)
     places, masks = all_places(THREAT), pp.covering_masks(THREAT, per_axis=3)
-    mass, hides, pixels = mass_inside(maps, places), hidden_by(places, masks.keep()), inside(places, THREAT, "cpu")
+    mass, hides, pixels = mass_inside(maps, places), hidden_by(places, masks.keep()), inside(places, THREAT.image_size)
     for p, r in enumerate(as_rects(places)):
         assert torch.allclose(mass[:, p], maps[:, r.top : r.bottom, r.left : r.right].sum(dim=(1, 2)))
         assert hides[p].tolist() == [mask.contains(r) for mask in masks.rects]

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from patchproof.masking import Ensemble
 from patchproof.models import (
     ImageClassifier,
+    _build,
     _checkpoint,
-    _hub,
+    _load,
     _state,
-    _timm,
     adopt,
     checkpoint_architecture,
-    checkpoint_extra,
     checkpoint_sha256,
     classifier_summary,
     is_whole,
@@ -381,7 +380,7 @@ def test_the_zoo_maps_tensor_by_tensor(zoo: ImageClassifier) -> None:
     expected = {"a.weight": torch.zeros(1), "a.bias": torch.zeros(1)}
     for names in (["b.bias", "b.weight"], ["b.weight"]):
         with pytest.raises(InputError, match="holds other tensors than expected"):
-            _timm.renamed_in_order(dict.fromkeys(names, torch.zeros(1)), expected)
+            _build.renamed_in_order(dict.fromkeys(names, torch.zeros(1)), expected)
 
 
 @pytest.mark.parametrize("weights", ["hf-hub:patchproof-nobody/none-such", "patchproof-nobody/none-such"])
@@ -393,7 +392,7 @@ def test_a_hub_model_out_of_reach_is_refused_quickly(weights: str) -> None:
 
 
 def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hub, "answers", lambda repo: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(_load, "hub_answers", lambda repo: pytest.fail("asked the Hub"))
     with pytest.raises(InputError, match=r"resnet18.a1_in1k has 1000 classes, but 10 are expected"):
         load_classifier("resnet18", "a1_in1k", num_classes=10)
 
@@ -402,7 +401,7 @@ def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(mon
 def cached_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """A function that puts a model into an otherwise empty local cache of the Hub; the Hub itself is out of reach."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(_hub, "answers", lambda repo: False)
+    monkeypatch.setattr(_load, "hub_answers", lambda repo: False)
 
     def put(repo: str, state: dict[str, Tensor], **config: Any) -> None:
         root = tmp_path / f"models--{repo.replace('/', '--')}"
@@ -616,6 +615,10 @@ def test_a_new_head_is_drawn_from_the_seed_and_the_rest_kept(model: str) -> None
 # Checkpoints
 
 
+def extra_of(folder: Path) -> Any:
+    return json.loads((folder / "classifier.json").read_text())["extra"]
+
+
 def test_a_checkpoint_comes_back_as_it_was(small: ImageClassifier, saved: Path) -> None:
     loaded = load_checkpoint(saved)
     x = images(4, 3, 28, 28)
@@ -624,13 +627,13 @@ def test_a_checkpoint_comes_back_as_it_was(small: ImageClassifier, saved: Path) 
     assert classifier_summary(loaded) | {"source": ""} == classifier_summary(small) | {"source": ""}
     assert (loaded.class_names, loaded.interpolation, loaded.crop_pct) == (NAMES, "bilinear", 1.0)
     assert loaded.source == f"checkpoint {saved}"
-    assert checkpoint_extra(saved) == {"epoch": 4, "accuracy": 0.5}
+    assert extra_of(saved) == {"epoch": 4, "accuracy": 0.5}
     assert (checkpoint_architecture(saved), checkpoint_architecture(saved.parent)) == ("small", None)
     assert sorted(path.name for path in saved.iterdir()) == ["classifier.json", "model.safetensors"]
 
 
 def test_checkpoints_of_other_sizes_channels_and_arguments_come_back(tmp_path: Path) -> None:
-    built = _timm.build_timm("vit_tiny_patch16_224", num_classes=2, model_args={"global_pool": "avg", "img_size": 32})
+    built = _build.build_timm("vit_tiny_patch16_224", num_classes=2, model_args={"global_pool": "avg", "img_size": 32})
     assert (built.input_size, built.model_args) == ((32, 32), {"global_pool": "avg"})
     save_checkpoint(built, tmp_path / "vit")
     x = images(1, 3, 32, 32)
@@ -709,9 +712,9 @@ def test_a_kill_between_the_renames_loses_nothing(small: ImageClassifier, saved:
     assert settled(saved) == saved.parent / ".c.previous"
     assert weights_sha256(load_checkpoint(saved)) == weights_sha256(small)
     assert weights_sha256(load_classifier("small", str(saved))) == weights_sha256(small)
-    assert checkpoint_extra(saved)["epoch"] == 4
+    assert extra_of(settled(saved))["epoch"] == 4
     save_checkpoint(small, saved, extra={"epoch": 5})
-    assert checkpoint_extra(saved) == {"epoch": 5}
+    assert extra_of(saved) == {"epoch": 5}
     assert [path.name for path in saved.parent.iterdir()] == ["c"]
 
 

@@ -17,9 +17,8 @@ from patchproof.data import ArraySource
 from patchproof.masking import MaskedForward
 from patchproof.models import load_classifier
 from patchproof.training import Plan
-from patchproof.training.augment import flip_and_crop
 from patchproof.training.checkpoint import load_training, save_training
-from patchproof.training.loop import Trainer, TrainingData, masked_loss
+from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss
 from patchproof.types import CheckError, InputError, Preprocessing
 
 slow = pytest.mark.slow
@@ -180,7 +179,7 @@ def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     assert load_training(tmp_path / "last", run) is None, "no checkpoint yet is a fresh start"
     save_training(tmp_path / "last", run, run.classifier, {"number": 1})
     monkeypatch.setattr(
-        "patchproof.training.checkpoint._tensors", lambda _: (_ for _ in ()).throw(OSError(28, "No space"))
+        "patchproof.training.checkpoint.write_state", lambda *_: (_ for _ in ()).throw(OSError(28, "No space"))
     )
     with pytest.raises(OSError, match="No space"):
         save_training(tmp_path / "last", run, run.classifier, {"number": 2})

@@ -16,7 +16,7 @@ from patchproof.masking import evaluating
 from patchproof.models import load_classifier
 from patchproof.training import STRATEGIES, masking_strategy, training_masks
 from patchproof.training.gradcam import grad_cam
-from patchproof.training.strategies import choose
+from patchproof.training.strategies import checked
 from patchproof.types import InputError
 
 SEARCHES = ("greedy3x3", "greedy6x6", "greedy", "grid3x3")
@@ -218,16 +218,9 @@ def test_the_chunk_that_memory_allowed_is_kept_from_batch_to_batch(name, generat
     assert max(sizes) == 4
 
 
-def test_what_a_strategy_of_ones_own_returns_is_checked_before_it_is_used(generator):
-    images, labels = torch.rand(2, 3, 28, 28, generator=generator), torch.tensor([0, 1])
-    seen = {}
-
-    def own(classifier, images, labels, *, indices=None, epoch=0):
-        seen.update(indices=indices, epoch=epoch)
-        return torch.ones(3, 2, 1, 28, 28, dtype=torch.bool)
-
-    assert choose(own, lambda x: x, images, labels, indices=torch.tensor([7, 9]), epoch=4).shape[0] == 3
-    assert (seen["indices"].tolist(), seen["epoch"]) == ([7, 9], 4)
+def test_what_a_strategy_of_ones_own_returns_is_checked_before_it_is_used():
+    images = torch.rand(2, 3, 28, 28)
+    assert checked(torch.ones(3, 2, 1, 28, 28, dtype=torch.bool), images).shape[0] == 3
     for wrong in (
         torch.ones(3, 2, 1, 28, 28),
         torch.ones(0, 2, 1, 28, 28) > 0,
@@ -236,4 +229,4 @@ def test_what_a_strategy_of_ones_own_returns_is_checked_before_it_is_used(genera
         [True],
     ):
         with pytest.raises(InputError, match=r"must return booleans of shape \(copies ≥ 1, 2, 1, h, w\), not"):
-            choose(lambda *_, wrong=wrong, **__: wrong, lambda x: x, images, labels)
+            checked(wrong, images)

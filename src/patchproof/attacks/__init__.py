@@ -1,8 +1,7 @@
 """White-box patch attacks: an upper bound on robust accuracy, to compare with the certified lower one."""
 
-from patchproof.attacks.base import Attack, Attacked, Patched, Target, Undefended, check_patched, image_generator
-from patchproof.attacks.gradient import AttackPlan, GradientAttack, Misclassify
-from patchproof.attacks.suite import NoiseAttack, attack_in_turn, defended_attacks, undefended_attacks
+from patchproof.attacks.base import Attack, Attacked, Patched, Undefended, attack_in_turn, image_generator
+from patchproof.attacks.gradient import AttackPlan, GradientAttack, Misclassify, defended_attacks, undefended_attacks
 
 __all__ = [
     "Attack",
@@ -10,12 +9,9 @@ __all__ = [
     "Attacked",
     "GradientAttack",
     "Misclassify",
-    "NoiseAttack",
     "Patched",
-    "Target",
     "Undefended",
     "attack_in_turn",
-    "check_patched",
     "defended_attacks",
     "image_generator",
     "undefended_attacks",

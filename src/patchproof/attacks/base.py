@@ -1,4 +1,7 @@
-"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked."""
+"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked.
+
+Attacks run in turn on a batch: each on the images that the ones before could not break.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import hashlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry import PatchThreat, Rect
+from patchproof.geometry import PatchThreat, Rect, size_words
 from patchproof.masking import Evaluator
 from patchproof.types import CheckError, InputError
 
@@ -49,22 +52,16 @@ class Patched:
 
 
 @dataclass(frozen=True)
-class Attacked:
+class Attacked(Patched):
     """A proposal within the threat, with the target's answers to it; `labels` are the right ones."""
 
-    images: Float[Tensor, "b c h w"]
-    places: tuple[Rect, ...]
     labels: Int64[Tensor, " b"]
     predictions: Int64[Tensor, " b"]
-    passes: Int64[Tensor, " b"]
-    queries: Int64[Tensor, " b"]
     broken: Bool[Tensor, " b"]
 
     def __getitem__(self, row: int) -> Attacked:
         """One image, as a batch of one."""
-        some = slice(row, row + 1)
-        tensors = (self.labels, self.predictions, self.passes, self.queries, self.broken)
-        return Attacked(self.images[some], self.places[some], *(t[some] for t in tensors))
+        return Attacked(*(getattr(self, f.name)[row : row + 1] for f in fields(self)))
 
 
 class Attack(ABC):
@@ -101,16 +98,17 @@ class Attack(ABC):
     ) -> Attacked:
         """Search, check, and ask the target: the target and the threat of before the search."""
         target, threat, name = self.target, self.threat, type(self).__name__
-        _check_images(images, threat)
+        if tuple(images.shape[-2:]) != threat.image_size:
+            raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {threat.image_size}")
+        if not bool(((images >= 0) & (images <= 1)).all()):
+            raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
         if len(generators) != len(images):
             raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
-        if not len(images):
-            return Attacked(images.clone(), (), labels, labels, labels, labels, labels.bool())
         found = _plain_copy(self.search(images.clone(), labels.clone(), generators), count=len(images), name=name)
         check_patched(images, found, threat, name=name)
         predictions = answers(target, found.images)
-        fell = wrong_answers(target, predictions, labels)
-        return Attacked(found.images, found.places, labels, predictions, found.passes, found.queries + 1, fell)
+        broken = wrong_answers(target, predictions, labels)
+        return Attacked(found.images, found.places, found.passes, found.queries + 1, labels, predictions, broken)
 
 
 def wrong_answers(target: Target, predictions: Int64[Tensor, " b"], labels: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
@@ -123,14 +121,21 @@ def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "
     """What the target answers to a copy of the images, which stay as they are whatever it does."""
     found = target.predict(images.clone())
     if not isinstance(found, Tensor) or found.shape != (len(images),):
-        raise CheckError(f"{type(target).__name__}.predict returned {_shape(found)} for {len(images)} images")
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise CheckError(f"{type(target).__name__}.predict returned {got} for {len(images)} images")
     return found
 
 
 def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
     """The proposal, each part read once and copied into plain tensors and rectangles, which are then checked."""
+
+    def copied(part: Any) -> Tensor:
+        if type(part) is not Tensor or part.layout is not torch.strided:  # a subclass may override methods
+            raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
+        return Tensor.clone(Tensor.detach(part))
+
     try:
-        images, passes, queries = (_copied(part) for part in (found.images, found.passes, found.queries))
+        images, passes, queries = map(copied, (found.images, found.passes, found.queries))
         places = tuple(Rect(*map(operator.index, (p.top, p.left, p.height, p.width))) for p in found.places)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
@@ -140,24 +145,11 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
     return Patched(images, places, passes, queries)
 
 
-def _copied(part: Any) -> Tensor:
-    """By torch's own methods: a subclass may override them."""
-    if type(part) is not Tensor or part.layout is not torch.strided:
-        raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
-    return Tensor.clone(Tensor.detach(part))
-
-
-def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:
-    """A stream of its own for every (seed, image, turn), so that no draw depends on the other images of a batch."""
-    digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
 def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: PatchThreat, *, name: str) -> None:
     """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], and equal to x outside one rectangle of 𝓡. The first violation is named."""
-    patched = found.images
-    if not isinstance(patched, Tensor) or patched.shape != images.shape:
-        raise CheckError(f"{name} returned {_shape(patched)} for images of shape {tuple(images.shape)}")
+    patched, image = found.images, Rect(0, 0, *threat.image_size)
+    if patched.shape != images.shape:
+        raise CheckError(f"{name} returned shape {tuple(patched.shape)} for images of shape {tuple(images.shape)}")
     if patched.dtype != images.dtype or patched.device != images.device:
         raise CheckError(
             f"{name} returned {patched.dtype} on {patched.device} for images of {images.dtype} on {images.device}"
@@ -170,32 +162,61 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
         low, high = float(patched.min()), float(patched.max())
         raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are in [0, 1]")
     changed = (patched != images).any(dim=1)
-    for row, place in enumerate(found.places):
-        _check_place(changed[row], place, threat, name=f"{name}, image {row} of the batch")
+    for number, (outside, place) in enumerate(zip(changed, found.places, strict=True)):
+        where = f"{name}, image {number} of the batch"
+        if (place.height, place.width) not in threat.patch_sizes:
+            allowed = size_words(*threat.patch_sizes)
+            raise CheckError(f"{where}: a patch of {place.height}×{place.width} pixels, allowed is {allowed}")
+        if not image.contains(place):
+            raise CheckError(f"{where}: {place} is not inside the image of {image.height}×{image.width}")
+        outside[place.top : place.bottom, place.left : place.right] = False
+        if bool(outside.any()):
+            row, column = torch.nonzero(outside)[0].tolist()
+            raise CheckError(
+                f"{where}: {int(outside.sum())} pixels outside {place} were changed, e.g. row {row}, column {column}"
+            )
 
 
-def _check_place(changed: Bool[Tensor, "h w"], place: Rect, threat: PatchThreat, *, name: str) -> None:
-    image = Rect(0, 0, *threat.image_size)
-    if (place.height, place.width) not in threat.patch_sizes:
-        allowed = " or ".join(f"{h}×{w}" for h, w in threat.patch_sizes)
-        raise CheckError(f"{name}: a patch of {place.height}×{place.width} pixels, allowed is {allowed}")
-    if not image.contains(place):
-        raise CheckError(f"{name}: {place} is not inside the image of {image.height}×{image.width}")
-    outside = changed.clone()
-    outside[place.top : place.bottom, place.left : place.right] = False
-    if bool(outside.any()):
-        row, column = torch.nonzero(outside)[0].tolist()
-        raise CheckError(
-            f"{name}: {int(outside.sum())} pixels outside {place} were changed, e.g. row {row}, column {column}"
+def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:
+    """A stream of its own for every (seed, image, turn), so that no draw depends on the other images of a batch."""
+    digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def attack_in_turn(
+    attacks: Sequence[Attack],
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, " b"],
+    *,
+    seed: int,
+    indices: Sequence[int],
+) -> Attacked:
+    """The strongest patch that any of the attacks found for each image.
+
+    An image that is answered wrongly as it is counts as broken: a patch may also leave all pixels as they are.
+    """
+    if not attacks:
+        raise InputError("there is no attack to run; take defended_attacks(…) or undefended_attacks(…)")
+    first, none = attacks[0], torch.zeros_like(labels)
+    places = [Rect(0, 0, *first.threat.patch_sizes[0])] * len(images)
+    predictions = answers(first.target, images)
+    wrong = wrong_answers(first.target, predictions, labels)
+    found = Attacked(images.clone(), tuple(places), none, none + 1, labels, predictions, wrong)
+    for turn, attack in enumerate(attacks):
+        rows = torch.nonzero(~found.broken)[:, 0]
+        if not len(rows):
+            break
+        generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
+        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)
+        for row, place in zip(rows.tolist(), now.places, strict=True):
+            places[row] = place
+        found = Attacked(
+            found.images.index_copy(0, rows, now.images),
+            tuple(places),
+            found.passes.index_add(0, rows, now.passes),
+            found.queries.index_add(0, rows, now.queries),
+            labels,
+            found.predictions.index_copy(0, rows, now.predictions),
+            found.broken.index_copy(0, rows, now.broken),
         )
-
-
-def _check_images(images: Tensor, threat: PatchThreat) -> None:
-    if tuple(images.shape[-2:]) != threat.image_size:
-        raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {threat.image_size}")
-    if not bool(((images >= 0) & (images <= 1)).all()):
-        raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
-
-
-def _shape(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return found

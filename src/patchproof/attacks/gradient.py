@@ -1,4 +1,7 @@
-"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several places."""
+"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several places.
+
+And noise, for targets that say nothing of themselves; which attacks a classifier or a defence gets.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchproof.attacks.base import Attack, Patched, Target, wrong_answers
+from patchproof.attacks.base import Attack, Patched, Target, Undefended, answers, wrong_answers
 from patchproof.geometry import (
     PatchThreat,
     Rect,
@@ -23,7 +26,7 @@ from patchproof.geometry import (
     inside,
     mass_inside,
 )
-from patchproof.masking import Aim, CleanAnswers, Evaluator, Objective, Views, label_margin
+from patchproof.masking import Aim, CleanAnswers, Engine, Evaluator, Objective, Views, label_margin
 from patchproof.types import InputError, Size, require_one_of
 
 LOOKS = 4
@@ -120,11 +123,11 @@ class GradientAttack(Attack):
         every = torch.arange(len(views.first), device=images.device)
         clean = CleanAnswers(views, labels, self.evaluator.logits(images, views, every))
         places = self.places(clean, images)
-        best = _Best.start(images, places[:, 0], passes=len(every))
+        best = _Best(images, places[:, 0], passes=len(every))
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
             rows = torch.nonzero(~best.broken)[:, 0]
             if len(rows):
-                self._climb(clean[rows], self._start(images, rows, group[rows], generators), best)
+                self._climb(clean, self._start(images, rows, group[rows], generators), best)
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
     def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r 4"]:
@@ -138,19 +141,16 @@ class GradientAttack(Attack):
         every = all_places(self.threat).to(device)
         if self.plan.place_search == "exhaustive":
             return every.expand(count, -1, -1)
-        mass = mass_inside(self._saliency(clean, images), every)
+        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each place.
+        view = self.objective.salient_views(clean.views).expand(count, -1)
+        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
+        _, gradient = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
+        mass = mass_inside(gradient.abs().sum(dim=1), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         promising = self.objective.promising(clean, hidden_by(every, clean.views.masks))
         if promising is not None:
             score = score + 2 * promising
         return every[best_places(score, every, self.plan.places)]
-
-    def _saliency(self, clean: CleanAnswers, images: Tensor) -> Float[Tensor, "b h w"]:
-        """Σ_c |∂ cross-entropy / ∂x|, over the objective's salient views."""
-        view = self.objective.salient_views(clean.views).expand(len(images), -1)
-        aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
-        found = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
-        return found[1].abs().sum(dim=1)
 
     def _start(
         self, images: Tensor, rows: Int64[Tensor, " s"], places: Int64[Tensor, "s g 4"], generators: Sequence[Any]
@@ -158,23 +158,21 @@ class GradientAttack(Attack):
         """Every start at every place of the group, image by image."""
         restarts, group = self.plan.restarts, places.shape[1]
         owner = rows.repeat_interleave(group * restarts)
-        local = torch.arange(len(rows), device=rows.device).repeat_interleave(group * restarts)
         place = places.flatten(0, 1).repeat_interleave(restarts, dim=0)
         attempt = torch.arange(restarts, device=rows.device).repeat(len(rows) * group)
         start = images[owner]
         for j in torch.nonzero(attempt)[:, 0].tolist():
-            noise = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
-            start[j] = noise.to(start.device)
-        within = inside(place, self.threat, images.device)
+            start[j] = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
+        within = inside(place, self.threat.image_size)
         started = torch.where(within, start, images[owner])
-        return _Candidates(owner, local, place, attempt, within, started, torch.zeros_like(started))
+        return _Candidates(owner, place, attempt, within, started, torch.zeros_like(started))
 
     def _climb(self, clean: CleanAnswers, candidates: _Candidates, best: _Best) -> None:
         """All steps for one group of places; what breaks is taken out at the next look."""
-        aim = self.objective.aim(clean[candidates.local], candidates.place, candidates.attempt)
+        aim = self.objective.aim(clean[candidates.owner], candidates.place, candidates.attempt)
         looks = {-(-self.plan.steps * look // LOOKS) for look in range(1, LOOKS + 1)}
         for step in range(self.plan.steps):
-            labels = clean.labels[candidates.local]
+            labels = clean.labels[candidates.owner]
             value, gradient = self.evaluator.gradient(candidates.images, labels, clean.views, aim, self.objective.loss)
             best.passes.index_add_(0, candidates.owner, aim.passes)
             candidates.step(gradient, self.plan.step_size * (1 - step / self.plan.steps))
@@ -189,10 +187,9 @@ class GradientAttack(Attack):
 
 @dataclass
 class _Candidates:
-    """Patches being optimised: candidate j is on image `owner[j]`, row `local[j]` of the clean answers."""
+    """Patches being optimised: candidate j is on image `owner[j]`."""
 
     owner: Int64[Tensor, " j"]
-    local: Int64[Tensor, " j"]
     place: Int64[Tensor, "j 4"]
     attempt: Int64[Tensor, " j"]
     within: Bool[Tensor, "j 1 h w"]
@@ -211,27 +208,18 @@ class _Candidates:
         self.images = torch.where(self.within, moved, self.images)
 
 
-@dataclass
 class _Best:
     """For each image the first patch that broke it, or else the one of greatest loss."""
 
-    images: Float[Tensor, "b c h w"]
-    places: Int64[Tensor, "b 4"]
-    broken: Bool[Tensor, " b"]
-    value: Float[Tensor, " b"]
-    passes: Int64[Tensor, " b"]
-    queries: Int64[Tensor, " b"]
-
-    @classmethod
-    def start(cls, images: Tensor, places: Tensor, *, passes: int) -> _Best:
-        count = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        value = torch.full((len(images),), -torch.inf, device=images.device)
-        return cls(images.clone(), places.clone(), count.bool(), value, count + passes, count.clone())
+    def __init__(self, images: Float[Tensor, "b c h w"], places: Int64[Tensor, "b 4"], *, passes: int) -> None:
+        none = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        self.images, self.places, self.broken = images.clone(), places.clone(), none.bool()
+        self.value = torch.full((len(images),), -torch.inf, device=images.device)
+        self.passes, self.queries = none + passes, none.clone()
 
     def judge(self, candidates: _Candidates, value: Float[Tensor, " j"], wrong: Bool[Tensor, " j"]) -> None:
         self.queries.index_add_(0, candidates.owner, torch.ones_like(candidates.owner))
-        largest = torch.finfo(value.dtype).max
-        score = torch.where(wrong, torch.inf, value.clamp(max=largest))
+        score = torch.where(wrong, torch.inf, value.clamp(max=torch.finfo(value.dtype).max))
         for row in candidates.owner.unique().tolist():
             mine = torch.nonzero(candidates.owner == row)[:, 0]
             pick = mine[score[mine].argmax()]
@@ -244,3 +232,47 @@ def _cross_entropy(logits: Tensor, labels: Tensor, aim: Aim) -> Tensor:
     """The mean over all copies."""
     every = functional.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]), reduction="none")
     return every.unflatten(0, logits.shape[:2]).mean(dim=1)
+
+
+class NoiseAttack(Attack):
+    """Patches of uniform noise on an even grid of places: what is left where nothing is known of the target."""
+
+    def __init__(self, target: Target, threat: PatchThreat, plan: AttackPlan | None = None) -> None:
+        super().__init__(target, threat)
+        self.plan = plan or AttackPlan()
+
+    def search(
+        self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
+    ) -> Patched:
+        places = as_rects(grid_places(self.threat, self.plan.places))
+        best, chosen = images.clone(), [places[0]] * len(images)
+        broken, queries = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels)
+        for place in (place for place in places for _ in range(self.plan.restarts)):
+            tried = images.clone()
+            for row, generator in enumerate(generators):
+                noise = torch.rand(images.shape[1], place.height, place.width, generator=generator)
+                tried[row, :, place.top : place.bottom, place.left : place.right] = noise.to(images)
+            answer = answers(self.target, tried)
+            queries += (~broken).long()
+            fell = wrong_answers(self.target, answer, labels) & ~broken
+            best[fell], broken = tried[fell], broken | fell
+            chosen = [place if now else before for before, now in zip(chosen, fell.tolist(), strict=True)]
+        return Patched(best, tuple(chosen), torch.zeros_like(labels), queries)
+
+
+def undefended_attacks(evaluator: Evaluator, threat: PatchThreat, plan: AttackPlan | None = None) -> list[Attack]:
+    """Against F alone: cross-entropy, then the margin."""
+    target = Undefended(evaluator)
+    objectives = Misclassify("cross-entropy"), Misclassify("margin")
+    return [GradientAttack(evaluator, target, threat, objective, plan=plan) for objective in objectives]
+
+
+def defended_attacks(defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None) -> list[Attack]:
+    """Against a defence, adaptively where it says how it can fail (`objectives()`); through its classifier alone where
+    it only has that; with noise where it has neither."""
+    classifier = getattr(defense, "classifier", None)
+    if classifier is None:
+        return [NoiseAttack(defense, defense.threat, plan)]
+    evaluator = Evaluator(classifier, engine or getattr(defense, "engine", None) or Engine())
+    ways: Sequence[Objective] = defense.objectives() if hasattr(defense, "objectives") else (Misclassify("margin"),)
+    return [GradientAttack(evaluator, defense, defense.threat, objective, plan=plan) for objective in ways]

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
-from patchproof.data._folders import EXTENSIONS, open_class_folders
-from patchproof.data._loading import BadImage, Batch, evenly_spread, iterate_batches, load_groups, spread_indices
-from patchproof.data._named import DATASETS, DEFAULT_DATA_DIR, open_dataset
-from patchproof.data._preprocess import default_preprocessing, preprocess
-from patchproof.data._sources import ArraySource, FolderSource, ImageSource, SequenceSource, as_source
+from patchproof.data._loading import (
+    BadImage,
+    Batch,
+    default_preprocessing,
+    evenly_spread,
+    iterate_batches,
+    load_groups,
+    preprocess,
+    spread_indices,
+)
+from patchproof.data._named import DATASETS, open_dataset
+from patchproof.data._sources import (
+    EXTENSIONS,
+    ArraySource,
+    FolderSource,
+    ImageSource,
+    SequenceSource,
+    as_source,
+    open_class_folders,
+)
 
 __all__ = [
     "DATASETS",
-    "DEFAULT_DATA_DIR",
     "EXTENSIONS",
     "MAX_PIXELS",
     "ArraySource",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Integer, UInt8
+from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
 from patchproof.types import CheckError, Size
@@ -94,33 +94,25 @@ def _opened(file: File) -> Iterator[Image.Image]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """As `decode` says, of an image of any mode."""
+    """As `decode` says, of an image of any mode; ValueError where its grey levels mean nothing."""
     image.load()
-    if image.mode == "F":
-        return Image.fromarray(_levels_of_float(np.asarray(image))).convert("RGB")
-    if image.mode.startswith("I"):
-        key = image.info.get("transparency")
-        return Image.fromarray(_levels_of_16_bit(np.asarray(image), transparent=key)).convert("RGB")
+    if image.mode == "F" or image.mode.startswith("I"):
+        return Image.fromarray(_grey(np.asarray(image), transparent=image.info.get("transparency"))).convert("RGB")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
 
 
-def _levels_of_16_bit(
-    levels: Integer[np.ndarray, "h w"], *, transparent: int | None = None
-) -> UInt8[np.ndarray, "h w"]:
-    """round(v / 257): 0…65535 onto 0…255, where Pillow's own convert makes everything above 255 white."""
-    wide = levels.astype(np.int64)
-    if wide.min() < 0 or wide.max() > 65535:
-        raise ValueError(f"grey levels from {wide.min()} to {wide.max()}, expected 0 to 65535; save it with 16 bits")
-    narrow = ((wide + 128) // 257).astype(np.uint8)
-    return narrow if transparent is None else np.where(wide == transparent, np.uint8(255), narrow)
-
-
-def _levels_of_float(levels: np.ndarray) -> UInt8[np.ndarray, "h w"]:
-    """Levels within [0, 1] are shares of white, others within [0, 255] are taken as they are."""
-    low, high = float(levels.min()), float(levels.max())
-    if not (low >= 0 and high <= 255):  # NaN fails both
-        raise ValueError(f"grey levels from {low:g} to {high:g}, expected 0 to 1 or 0 to 255; save it with 8 bits")
-    return np.rint(levels * 255 if high <= 1 else levels).astype(np.uint8)
+def _grey(levels: np.ndarray, *, transparent: int | None) -> UInt8[np.ndarray, "h w"]:
+    """16-bit levels as round(v / 257), where Pillow's own convert makes everything above 255 white; of float levels,
+    those within [0, 1] are shares of white, others within [0, 255] are taken as they are."""
+    low, high = levels.min(), levels.max()
+    if levels.dtype.kind == "f":
+        if not (low >= 0 and high <= 255):  # NaN fails both
+            raise ValueError(f"grey levels from {low:g} to {high:g}, expected 0 to 1 or 0 to 255; save it with 8 bits")
+        return np.rint(levels * 255 if high <= 1 else levels).astype(np.uint8)
+    if low < 0 or high > 65535:
+        raise ValueError(f"grey levels from {low} to {high}, expected 0 to 65535; save it with 16 bits")
+    grey = ((levels.astype(np.int64) + 128) // 257).astype(np.uint8)
+    return grey if transparent is None else np.where(levels == transparent, np.uint8(255), grey)

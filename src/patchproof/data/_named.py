@@ -11,8 +11,7 @@ from tarfile import TarError
 
 import numpy as np
 
-from patchproof.data._folders import class_folders, has_class_folders, open_class_folders
-from patchproof.data._sources import ArraySource, FolderSource, ImageSource
+from patchproof.data._sources import ArraySource, FolderSource, ImageSource, class_folders, open_class_folders
 from patchproof.types import InputError
 
 DEFAULT_DATA_DIR = Path("data")
@@ -71,6 +70,10 @@ def open_dataset(
     )
 
 
+def has_class_folders(folder: Path) -> bool:
+    return folder.is_dir() and bool(class_folders(folder))
+
+
 def _open_folder(folder: Path, split: str | None) -> FolderSource:
     name = folder.resolve().name
     for candidate in _with_alias(split or "val"):
@@ -97,30 +100,30 @@ def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool)
         if name == "fashion-mini" or any((root / place).exists() for place in places):
             return _open_published(name, root, split, download=download)
     found = _find_folders(name, data_dir, split)
-    if found is None and download:
-        if name == "imagenet":
-            raise InputError(
-                "imagenet must be downloaded by hand, after registration at https://image-net.org; "
-                f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or name its folder as data_dir"
-            )
-        if known.published:
-            return _open_published(name, data_dir, split, download=True)
+    if found is not None:
+        return found
+    if download and known.published:
+        return _open_published(name, data_dir, split, download=True)
+    if download and name == "imagenet":
+        raise InputError(
+            "imagenet must be downloaded by hand, after registration at https://image-net.org; "
+            f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or name its folder as data_dir"
+        )
+    if download:
         from torchvision import datasets
 
         try:
             datasets.Imagenette(data_dir, split="val", size="full", download=True)
         except _TORCHVISION_FAILURES as error:
             raise _download_failed(name, data_dir, error) from error
-        found = _find_folders(name, data_dir, split)
-    if found is None:
-        published = [known.file.format(split=split)] if known.published else []
-        looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
-        fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
-        raise InputError(
-            f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
-            f"data_dir, or {fetch}"
-        )
-    return found
+        return _open_named(name, data_dir, split, download=False)
+    published = [known.file.format(split=split)] if known.published else []
+    looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
+    fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
+    raise InputError(
+        f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
+        f"data_dir, or {fetch}"
+    )
 
 
 def _open_published(name: str, root: Path, split: str, *, download: bool) -> ArraySource:

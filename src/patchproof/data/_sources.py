@@ -1,7 +1,8 @@
-"""A set of labelled images: class folders, arrays in memory, or any sequence of (image, label)."""
+"""Sets of labelled images: class folders, arrays in memory, or any sequence of (image, label)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from patchproof.types import InputError, Size
 
 LOW_RESOLUTION_BELOW = 64
 """A set whose first readable image is smaller than this on both sides is of low resolution."""
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 EXPECTED = (
     "expected a sequence of (image, label), PIL images or float tensors (c h w), e.g. [(Image.open('cat.png'), 0)]"
@@ -97,6 +100,77 @@ class FolderSource:
         return digest.hexdigest()
 
 
+def open_class_folders(root: Path, *, name: str, split: str, low_resolution: bool | None = None) -> FolderSource:
+    """`<root>/<class>/**/<image>`, sorted by class, then by path, both by their bytes.
+
+    Hidden files and folders are ignored (macOS and notebooks leave copies in them), as are files in `root` itself.
+    """
+    class_names = class_folders(root)
+    if not class_names:
+        raise InputError(f"no class folders in {str(root)!r}: expected one sub-folder per class, e.g. cat/1.jpg")
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, class_name in enumerate(class_names):
+        found = sorted(_images(root, class_name), key=path_bytes)
+        if not found:
+            raise InputError(
+                f"class folder {str(root / class_name)!r} holds no images ({' '.join(EXTENSIONS)}); "
+                "add some or remove the folder"
+            )
+        paths += found
+        labels += [label] * len(found)
+    if low_resolution is None:
+        sizes = (header_size(root / path) for path in paths)
+        first = next((size for size in sizes if size is not None), (LOW_RESOLUTION_BELOW, 0))
+        low_resolution = max(first) < LOW_RESOLUTION_BELOW
+    return FolderSource(root, name, split, class_names, tuple(labels), tuple(paths), low_resolution)
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
+    above = _ids_from_root_up(root)
+    folders = (Path(entry.path) for entry in _visible(root))
+    return tuple(folder.name for folder in folders if folder.is_dir() and _folder_id(folder) not in above)
+
+
+def _images(root: Path, class_name: str) -> Iterator[str]:
+    """Each real folder once, so that links that form a loop end, and none that leads out of the class upwards."""
+    seen, pending = _ids_from_root_up(root), [class_name]
+    while pending:
+        inside = pending.pop()
+        identity = _folder_id(root / inside)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        for entry in _visible(root / inside):
+            linked = Path(entry.path) if entry.is_symlink() else None  # asked of a loop of links, `entry` would raise
+            if (linked or entry).is_dir():
+                pending.append(f"{inside}/{entry.name}")
+                continue
+            # A link to nothing is listed, and a bad image later. Pipes and devices are not read.
+            file = (linked or entry).is_file() or (linked is not None and not linked.exists())
+            if file and entry.name.lower().endswith(EXTENSIONS):
+                yield f"{inside}/{entry.name}"
+
+
+def _visible(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: path_bytes(e.name))
+    except OSError as error:
+        raise InputError(f"cannot list the folder {str(folder)!r}: {error.strerror}") from error
+
+
+def _folder_id(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def _ids_from_root_up(root: Path) -> set[tuple[int, int]]:
+    real = root.resolve()
+    return {_folder_id(folder) for folder in (real, *real.parents)}
+
+
 @dataclass(frozen=True, eq=False)
 class ArraySource:
     """`pixels[i]`, grey (h w) or RGB (h w 3), has the label `labels[i]` and the path `<split>/<i>`."""
@@ -134,12 +208,13 @@ class SequenceSource:
     is −1 where it cannot be read. Items are read from several threads.
     """
 
-    split = "all"
+    name, split = "images", "all"
+    class_names: tuple[str, ...] = ()
 
-    def __init__(self, items: Any, *, name: str = "images", class_names: Sequence[str] = ()) -> None:
+    def __init__(self, items: Any) -> None:
         if not len(items):
-            raise InputError(f"there are no images in {name}; {EXPECTED}")
-        self.items, self.name, self.class_names = items, name, tuple(class_names)
+            raise InputError(f"there are no images in {self.name}; {EXPECTED}")
+        self.items = items
         self.labels: Sequence[int] = _Labels(self)
         self.known_labels: dict[int, int] = {}
         with suppress(BadImageError):
@@ -163,10 +238,9 @@ class SequenceSource:
         image, label = item
         try:
             self.known_labels[index] = as_integer(label)
-        except TypeError as error:
-            raise InputError(
-                f"the label of item {index} of {self.name} must be an integer, not {label!r:.60}"
-            ) from error
+        except TypeError:
+            wrong = f"the label of item {index} of {self.name} must be an integer, not {label!r:.60}"
+            raise InputError(wrong) from None
         with reading(self.path(index)):
             return to_rgb(image) if isinstance(image, Image.Image) else _unit_floats(image)
 

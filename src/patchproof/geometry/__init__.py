@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from patchproof.geometry._masks import (
-    Interval,
     MaskSet,
     PatchThreat,
     Rect,
     Uncovered,
     Unions,
     covering_masks,
+    inside,
     parse_patches,
     parse_size,
     size_words,
@@ -23,10 +23,9 @@ from patchproof.geometry._native import (
     placement,
     resize_weights,
 )
-from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
+from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, mass_inside
 
 __all__ = [
-    "Interval",
     "MaskSet",
     "PatchThreat",
     "Placement",

@@ -44,6 +44,15 @@ class Rect:
         return rows and self.left <= other.left and other.right <= self.right
 
 
+def inside(places: Int64[Tensor, "p 4"], image_size: Size) -> Bool[Tensor, "p 1 h w"]:
+    """True on the pixels of each place (top, left, height, width)."""
+    tops, lefts, heights, widths = places.T[..., None, None]
+    rows = torch.arange(image_size[0], device=places.device)[:, None]
+    columns = torch.arange(image_size[1], device=places.device)
+    found = (rows >= tops) & (rows < tops + heights) & (columns >= lefts) & (columns < lefts + widths)
+    return found[:, None]
+
+
 def whole_size(size: Sequence[int]) -> Size:
     """(height, width) as a tuple of plain integers, whatever sequence and integer type they came in."""
     try:
@@ -148,15 +157,13 @@ class Uncovered(Sequence[Rect]):
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         chosen = range(len(self))[index]
-        return [self._at(i) for i in chosen] if isinstance(chosen, range) else self._at(chosen)
-
-    def _at(self, index: int) -> Rect:
+        if isinstance(chosen, range):
+            return [self[i] for i in chosen]
         for (height, width), (top, bottom), (left, right) in self._boxes:
-            count = (bottom - top) * (right - left)
-            if index < count:
-                row, column = divmod(index, right - left)
+            row, column = divmod(chosen, right - left)
+            if row < bottom - top:
                 return Rect(top + row, left + column, height, width)
-            index -= count
+            chosen -= (bottom - top) * (right - left)
         raise IndexError(index)
 
     def __repr__(self) -> str:
@@ -200,33 +207,27 @@ class MaskSet:
 
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a pixel stays visible."""
-        tops, lefts, heights, widths = torch.tensor(
-            [(r.top, r.left, r.height, r.width) for r in self.rects], device=device
-        ).T[..., None, None]
-        rows = torch.arange(self.image_size[0], device=device)[:, None]
-        columns = torch.arange(self.image_size[1], device=device)
-        hidden = (rows >= tops) & (rows < tops + heights) & (columns >= lefts) & (columns < lefts + widths)
-        return ~hidden[:, None]
+        places = torch.tensor([(r.top, r.left, r.height, r.width) for r in self.rects], device=device)
+        return ~inside(places, self.image_size)
 
     def uncovered(self, threat: PatchThreat) -> Uncovered:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
-        return Uncovered([box for size in dict.fromkeys(threat.patch_sizes) for box in self._uncovered_boxes(size)])
-
-    def _uncovered_boxes(self, size: Size) -> list[tuple[Size, Interval, Interval]]:
         # A mask hides the patches whose top-left corner lies in a box; the boxes' edges cut the plane of corners into
         # at most (2n + 1)² cells, and a cell is hidden as a whole or not at all.
-        height, width = size
-        boxes = [(r.top, r.bottom - height + 1, r.left, r.right - width + 1) for r in self.rects]
-        boxes = [b for b in boxes if b[0] < b[1] and b[2] < b[3]]
-        row_end, column_end = self.image_size[0] - height + 1, self.image_size[1] - width + 1
-        rows = sorted({0, row_end, *(e for b in boxes for e in b[:2])})
-        columns = sorted({0, column_end, *(e for b in boxes for e in b[2:])})
-        hidden = np.zeros((len(rows) - 1, len(columns) - 1), dtype=bool)
-        for top, bottom, left, right in boxes:
-            hidden[rows.index(top) : rows.index(bottom), columns.index(left) : columns.index(right)] = True
-        return [(size, (rows[i], rows[i + 1]), (columns[j], columns[j + 1])) for i, j in np.argwhere(~hidden).tolist()]
+        missed: list[tuple[Size, Interval, Interval]] = []
+        for height, width in dict.fromkeys(threat.patch_sizes):
+            boxes = [(r.top, r.bottom - height + 1, r.left, r.right - width + 1) for r in self.rects]
+            boxes = [b for b in boxes if b[0] < b[1] and b[2] < b[3]]
+            rows = sorted({0, self.image_size[0] - height + 1, *(edge for b in boxes for edge in b[:2])})
+            columns = sorted({0, self.image_size[1] - width + 1, *(edge for b in boxes for edge in b[2:])})
+            hidden = np.zeros((len(rows) - 1, len(columns) - 1), dtype=bool)
+            for top, bottom, left, right in boxes:
+                hidden[rows.index(top) : rows.index(bottom), columns.index(left) : columns.index(right)] = True
+            for i, j in np.argwhere(~hidden).tolist():
+                missed.append(((height, width), (rows[i], rows[i + 1]), (columns[j], columns[j + 1])))
+        return Uncovered(missed)
 
     @cached_property
     def axes(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
@@ -248,54 +249,39 @@ class MaskSet:
     @cached_property
     def unions(self) -> Unions:
         """Every distinct m0 ∪ m1, so that no masked copy is evaluated twice."""
-        cells = self._cells()
-        ids: dict[bytes, int] = {}
-        first: list[int] = []
-        second: list[int] = []
-        of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
-        singles = [(a, a) for a in range(len(self))]
-        for a, b in [*singles, *combinations(range(len(self)), 2)]:
-            union = ids.setdefault(np.packbits(cells[a] | cells[b]).tobytes(), len(first))
-            if union == len(first):
-                first.append(a)
-                second.append(b)
-            of_pair[a, b] = of_pair[b, a] = union
-        return Unions(torch.tensor(first), torch.tensor(second), of_pair)
-
-    def _cells(self) -> np.ndarray:
-        """Each mask as a set of the cells that all masks' edges cut the image into: small, and exact."""
-        rows = sorted({e for r in self.rects for e in (r.top, r.bottom)})
-        columns = sorted({e for r in self.rects for e in (r.left, r.right)})
+        # Each mask as a set of the cells that all masks' edges cut the image into: small, and exact.
+        rows = sorted({edge for r in self.rects for edge in (r.top, r.bottom)})
+        columns = sorted({edge for r in self.rects for edge in (r.left, r.right)})
         cells = np.zeros((len(self), len(rows), len(columns)), dtype=bool)
         for cell, r in zip(cells, self.rects, strict=True):
             cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
-        return cells
+        ids: dict[bytes, int] = {}
+        named: list[tuple[int, int]] = []
+        of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
+        for a, b in [*((a, a) for a in range(len(self))), *combinations(range(len(self)), 2)]:
+            union = ids.setdefault((cells[a] | cells[b]).tobytes(), len(named))
+            if union == len(named):
+                named.append((a, b))
+            of_pair[a, b] = of_pair[b, a] = union
+        first, second = torch.tensor(named).T
+        return Unions(first, second, of_pair)
 
 
 def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, ...]:
     """Fewest intervals whose union contains `parent`; then those that stick out least; then the lowest indices."""
     touching = [i for i, (start, stop) in enumerate(small) if start < parent[1] and stop > parent[0]]
     for count in range(1, len(touching) + 1):
-        covering = [c for c in combinations(touching, count) if _contains([small[i] for i in c], parent)]
+        covering = []
+        for chosen in combinations(touching, count):
+            union = {x for i in chosen for x in range(*small[i])}
+            if union.issuperset(range(*parent)):
+                covering.append((len(union), chosen))
         if covering:
-            return min(covering, key=lambda c: (_length([small[i] for i in c]), c))
+            return min(covering)[1]
     raise InputError(
         f"no set of the finer masks' intervals {list(small)} covers [{parent[0]}, {parent[1]}); "
         "take a finer mask set that covers the same image, e.g. covering_masks of the same threat with more per axis"
     )
-
-
-def _contains(intervals: Sequence[Interval], parent: Interval) -> bool:
-    reached = parent[0]
-    for start, stop in sorted(intervals):
-        if start > reached:
-            return False
-        reached = max(reached, stop)
-    return reached >= parent[1]
-
-
-def _length(intervals: Sequence[Interval]) -> int:
-    return len({x for start, stop in intervals for x in range(start, stop)})
 
 
 def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:

@@ -23,31 +23,25 @@ class Placement:
 
 def placement(preprocessing: Preprocessing, native_size: Size) -> Placement:
     """Where the network input lies in the resized image."""
-    resized = _resized(preprocessing.resize, native_size, cover=preprocessing.cover)
+    (height, width), resize = native_size, preprocessing.resize
+    resized = native_size
+    if isinstance(resize, int):
+        shorter = min(height, width)
+        resized = height * resize // shorter, width * resize // shorter
+    elif resize is not None and not preprocessing.cover:
+        resized = resize
+    elif resize is not None and resize[0] * width >= resize[1] * height:
+        resized = resize[0], width * resize[0] // height
+    elif resize is not None:
+        resized = height * resize[1] // width, resize[1]
     crop = preprocessing.crop or resized
     if crop[0] > resized[0] or crop[1] > resized[1]:
         raise InputError(
             f"the crop {crop} is larger than the image {resized} it is cut from; resize to at least {max(crop)}"
         )
-    return Placement(resized, _centred(resized[0], crop[0]), _centred(resized[1], crop[1]), crop)
-
-
-def _centred(length: int, crop: int) -> int:
-    return round((length - crop) / 2)  # halves to even, as torchvision's CenterCrop does
-
-
-def _resized(resize: int | Size | None, native_size: Size, *, cover: bool) -> Size:
-    height, width = native_size
-    if resize is None:
-        return native_size
-    if isinstance(resize, int):
-        shorter = min(height, width)
-        return height * resize // shorter, width * resize // shorter
-    if not cover:
-        return resize
-    if resize[0] * width >= resize[1] * height:
-        return resize[0], width * resize[0] // height
-    return height * resize[1] // width, resize[1]
+    # Halves to even, as torchvision's CenterCrop does.
+    top, left = round((resized[0] - crop[0]) / 2), round((resized[1] - crop[1]) / 2)
+    return Placement(resized, top, left, crop)
 
 
 def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessing) -> Rect | None:

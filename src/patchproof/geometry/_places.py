@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from itertools import product
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry._masks import MaskSet, PatchThreat, Rect
+from patchproof.geometry._masks import PatchThreat, Rect
 
 
 def as_rects(places: Int64[Tensor, "p 4"]) -> tuple[Rect, ...]:
@@ -19,20 +19,22 @@ def as_rects(places: Int64[Tensor, "p 4"]) -> tuple[Rect, ...]:
 def all_places(threat: PatchThreat) -> Int64[Tensor, "p 4"]:
     """Every patch of 𝓡, size by size and row by row."""
     height, width = threat.image_size
-    return _product(((range(height - h + 1), range(width - w + 1), (h, w)) for h, w in _sizes(threat)))
+    sizes = dict.fromkeys(threat.patch_sizes)
+    return torch.tensor([(*at, h, w) for h, w in sizes for at in product(range(height - h + 1), range(width - w + 1))])
 
 
 def grid_places(threat: PatchThreat, count: int) -> Int64[Tensor, "p 4"]:
     """At most `count` places, evenly taken from a k × k grid for each patch size, k as small as gives so many."""
     height, width = threat.image_size
-    k = math.ceil(math.sqrt(count / len(_sizes(threat))))
-    grid = _product(((_even(height - h, k), _even(width - w, k), (h, w)) for h, w in _sizes(threat)))
+    sizes = dict.fromkeys(threat.patch_sizes)
+    k = math.ceil(math.sqrt(count / len(sizes)))
+
+    def middles(span: int) -> list[int]:
+        """Of k equal parts of [0, span]."""
+        return sorted({(2 * i + 1) * span // (2 * k) for i in range(k)})
+
+    grid = torch.tensor([(*at, h, w) for h, w in sizes for at in product(middles(height - h), middles(width - w))])
     return grid[[i * len(grid) // count for i in range(count)]] if len(grid) > count else grid
-
-
-def inside(places: Int64[Tensor, "p 4"], threat: PatchThreat, device: torch.device | str) -> Bool[Tensor, "p 1 h w"]:
-    """True on the pixels of each place."""
-    return ~MaskSet(threat.image_size, as_rects(places)).keep(device)
 
 
 def mass_inside(maps: Float[Tensor, "b h w"], places: Int64[Tensor, "p 4"]) -> Float[Tensor, "b p"]:
@@ -57,25 +59,9 @@ def best_places(score: Float[Tensor, "b p"], places: Int64[Tensor, "p 4"], count
     for _ in range(min(count, len(places))):
         best = (score - span * taken).argmax(dim=1)
         chosen.append(best)
-        taken = torch.maximum(taken, _close(places[best], places).to(taken))
+        place = places[best][:, None]
+        close = (2 * (place - places).abs()[..., :2] < place[..., 2:]).all(dim=2)
+        close &= (place[..., 2:] == places[:, 2:]).all(dim=2)
+        taken = torch.maximum(taken, close.to(taken))
         score = score.scatter(1, best[:, None], -torch.inf)
     return torch.stack(chosen, dim=1)
-
-
-def _close(chosen: Int64[Tensor, "b 4"], places: Int64[Tensor, "p 4"]) -> Bool[Tensor, "b p"]:
-    distance = (chosen[:, None, :2] - places[:, :2]).abs()
-    near = (2 * distance < chosen[:, None, 2:]).all(dim=2)
-    return near & (chosen[:, None, 2:] == places[:, 2:]).all(dim=2)
-
-
-def _sizes(threat: PatchThreat) -> tuple[tuple[int, int], ...]:
-    return tuple(dict.fromkeys(threat.patch_sizes))
-
-
-def _even(span: int, k: int) -> list[int]:
-    """The middles of k equal parts of [0, span]."""
-    return sorted({(2 * i + 1) * span // (2 * k) for i in range(k)})
-
-
-def _product(grids: Iterable[tuple[Iterable[int], Iterable[int], tuple[int, int]]]) -> Tensor:
-    return torch.tensor([(top, left, *size) for tops, lefts, size in grids for top in tops for left in lefts])

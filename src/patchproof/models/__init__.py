@@ -1,26 +1,24 @@
 """Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
 
+from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._checkpoint import (
     checkpoint_architecture,
-    checkpoint_extra,
+    checkpoint_sha256,
     file_sha256,
     is_whole,
     save_checkpoint,
     sealed,
     settled,
 )
-from patchproof.models._classifier import ImageClassifier, adopt
-from patchproof.models._identity import checkpoint_sha256, classifier_summary, match_labels, weights_sha256
+from patchproof.models._classifier import ImageClassifier, adopt, classifier_summary, match_labels, weights_sha256
 from patchproof.models._load import known_weights, load_checkpoint, load_classifier, replace_head
 from patchproof.models._state import write_state
-from patchproof.models._timm import list_models, wordnet_words
 from patchproof.models._twin import fingerprint
 
 __all__ = [
     "ImageClassifier",
     "adopt",
     "checkpoint_architecture",
-    "checkpoint_extra",
     "checkpoint_sha256",
     "classifier_summary",
     "file_sha256",

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from patchproof.models._classifier import ImageClassifier, settings
-from patchproof.models._own import is_own
+import torch
+
+from patchproof.models._build import RESERVED_ARGS, is_own
+from patchproof.models._classifier import ImageClassifier, settings, state_sha256
 from patchproof.models._state import MOST_CLASSES, State, first_line, read_state, write_state
-from patchproof.models._timm import RESERVED_ARGS
 from patchproof.types import InputError, Interpolation
 
 SCHEMA = 1
@@ -47,10 +48,9 @@ def save_checkpoint(
 ) -> None:
     """Write the classifier into `folder`, in place of the checkpoint that may be there.
 
-    `write_more(path)` may put further files into it before it takes its place.
-
-    The entire folder is replaced, other files in it included. It is written beside and renamed, so a failure or
-    a kill at any moment leaves the old checkpoint or the new one: readers here know where the old one waits meanwhile.
+    `write_more(path)` may put further files into it before it takes its place. The entire folder is replaced. It is
+    written beside and renamed, so a failure or a kill at any moment leaves the old checkpoint or the new one, which
+    `settled` finds.
     """
     folder = Path(folder).resolve()
     record: dict[str, Any] = {"schema": SCHEMA, **settings(classifier), "extra": dict(extra or {})}
@@ -62,7 +62,7 @@ def save_checkpoint(
         raise InputError(f"{folder} is a file; give a folder for the checkpoint")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
         raise InputError(f"{folder} holds other things than a checkpoint and would be replaced; give a new folder")
-    fresh = _beside(folder, "writing")
+    fresh, previous = _beside(folder, "writing"), _beside(folder, "previous")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         fresh.mkdir(parents=True)
@@ -73,7 +73,17 @@ def save_checkpoint(
             write_more(fresh)
         for path in (*fresh.iterdir(), fresh):
             _to_disk(path)
-        _swap(fresh, folder)
+        if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if previous.exists():
+                previous.rename(folder)
+            raise
+        _to_disk(folder.parent)
+        shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -92,11 +102,6 @@ def checkpoint_architecture(folder: Path) -> str | None:
     return name
 
 
-def checkpoint_extra(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given as `extra`."""
-    return dict(read_record(settled(Path(folder)))["extra"])
-
-
 def settled(folder: Path) -> Path:
     """Where the checkpoint `folder` is: itself, or beside it where a kill came between the two renames of a save."""
     previous = _beside(Path(os.path.realpath(folder)), "previous")  # Path.resolve fails on links that form a loop
@@ -111,14 +116,20 @@ def read_weights(folder: Path) -> State:
     return read_state(folder / WEIGHTS)
 
 
+def checkpoint_sha256(folder: Path) -> str:
+    """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
+    place = settled(Path(folder))
+    record = read_record(place)
+    mean, std = torch.tensor(record["mean"]), torch.tensor(record["std"])
+    return state_sha256(read_weights(place) | {"(mean)": mean, "(std)": std})
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """The checked contents of `classifier.json`: anybody may have written it."""
     path = folder / RECORD
     for name in (RECORD, WEIGHTS):
         if not (folder / name).is_file():
-            raise InputError(
-                f"{folder} is no checkpoint: {name} is missing; give a folder that `patchproof train` wrote"
-            )
+            raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -168,22 +179,6 @@ def _alike(value: Any, example: Any) -> bool:
         return fits and all(_alike(each, example[0]) for each in value)
     kind = (int, float) if isinstance(example, float) else type(example)
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _swap(fresh: Path, folder: Path) -> None:
-    """Rename `fresh` to `folder`; in between, the old one is complete under its other name (see `settled`)."""
-    previous = _beside(folder, "previous")
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-    try:
-        fresh.rename(folder)
-    except OSError:
-        if previous.exists():
-            previous.rename(folder)
-        raise
-    _to_disk(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _beside(folder: Path, word: str) -> Path:

@@ -1,7 +1,9 @@
-"""The classifier F: a network with its normalisation inside, and what is needed to feed and to name its outputs."""
+"""The classifier F: a network with its normalisation inside, its identity, and what its outputs stand for."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.models._twin import Twin
-from patchproof.types import InputError, Interpolation, Size, require_one_of
+from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
 Masked = Callable[[Tensor, Tensor], Tensor]
 """Images (b c h w) and keep (Bool b 1 h w, True = visible) -> logits."""
@@ -136,19 +138,9 @@ def adopt(
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
     """The keyword arguments that wrap a module just as `classifier` wraps its own."""
-    return {
-        "mean": classifier.shift,
-        "std": classifier.scale,
-        "input_size": classifier.input_size,
-        "num_classes": classifier.num_classes,
-        "class_names": classifier.class_names,
-        "interpolation": classifier.interpolation,
-        "crop_pct": classifier.crop_pct,
-        "architecture": classifier.architecture,
-        "source": classifier.source,
-        "model_args": classifier.model_args,
-        "fill": classifier.fill,
-    }
+    names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct", "architecture", "source")
+    kept = {name: getattr(classifier, name) for name in (*names, "model_args", "fill")}
+    return {"mean": classifier.shift, "std": classifier.scale, **kept}
 
 
 def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **changes: Any) -> ImageClassifier:
@@ -189,3 +181,74 @@ def _check_settings(it: ImageClassifier) -> None:
     if names is not None and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
+
+
+def weights_sha256(classifier: Classifier) -> str | None:
+    """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included.
+
+    None where a classifier is no nn.Module, so that its weights are unknown.
+    """
+    if isinstance(classifier, ImageClassifier):
+        return state_sha256(classifier.module.state_dict() | {"(mean)": classifier.mean, "(std)": classifier.std})
+    members = getattr(classifier, "members", None)  # an ensemble's
+    if members is not None:
+        parts = [weights_sha256(member) for member in members]
+        return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
+
+
+def state_sha256(state: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def classifier_summary(classifier: Classifier) -> dict[str, Any]:
+    """What a manifest says of a classifier; None where it does not say."""
+
+    def listed(name: str) -> list[Any] | None:
+        value = getattr(classifier, name, None)
+        return None if value is None else list(value)
+
+    parameters = classifier.parameters() if isinstance(classifier, nn.Module) else ()
+    return {
+        "architecture": getattr(classifier, "architecture", type(classifier).__name__),
+        "source": getattr(classifier, "source", None),
+        "classes": getattr(classifier, "num_classes", None),
+        "class_names": listed("class_names"),
+        "mean": listed("shift"),
+        "std": listed("scale"),
+        "fill": listed("fill"),
+        "input_size": listed("input_size"),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+    }
+
+
+def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> list[int]:
+    """For each class of the data set, the index of the classifier's output that stands for it.
+
+    Where one of the two has no class names, the classes are matched by their position.
+    """
+    names, known = dataset_class_names, getattr(classifier, "class_names", None)
+    count = getattr(classifier, "num_classes", None)
+    if not names:
+        return list(range(count or 0))
+    if known is None and count in (None, len(names)):
+        return list(range(len(names)))
+    if known is None:
+        raise InputError(
+            f"wrong number of classes: the data set has {len(names)}, the classifier {count} and no class names to "
+            "match by; fine-tune it on this data set (`patchproof train`), or give its class names"
+        )
+    index = {name: position for position, name in enumerate(known)}
+    unknown = [name for name in names if name not in index]
+    if unknown:
+        unused = [name for name in known if name not in set(names)]
+        raise InputError(
+            f"{len(unknown)} of the data set's {len(names)} classes are not among the classifier's {len(known)}, "
+            f"e.g. {', '.join(unknown[:3])}; the classifier has {', '.join(unused[:3]) or 'no others'}; "
+            "fine-tune it on this data set (`patchproof train`), or name the class folders as the classifier does"
+        )
+    return [index[name] for name in names]

@@ -6,24 +6,33 @@ import copy
 import difflib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from patchproof.models import _state, _timm
+from patchproof.models import _build
+from patchproof.models._build import ZOO, build_timm, is_own, split_name, tags_of, trained_class_names
 from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
-from patchproof.models._hub import fetching
-from patchproof.models._own import build_own, is_own
 from patchproof.models._small import build_small
-from patchproof.models._timm import ZOO, build_timm, split_name, tags_of, trained_class_names
+from patchproof.models._state import (
+    SUFFIXES,
+    first_line,
+    head_classes,
+    load_state,
+    other_classes,
+    read_state,
+    require_finite,
+)
 from patchproof.types import InputError, PatchproofError, Size
 
-HUB_PREFIXES = ("hf-hub:", "hf_hub:")
+HUB_PREFIX = re.compile(r"hf[-_]hub:")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+HUB_ANSWERS_WITHIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def known_weights(model: str) -> str | None:
     if model == "small":
         return None
     name, tag = split_name(model)
-    if name == ZOO and not tag and importlib.util.find_spec(_timm.ZOO_PACKAGE):
+    if name == ZOO and not tag and importlib.util.find_spec(_build.ZOO_PACKAGE):
         return "zoo"
     return "pretrained" if tags_of(name) else None
 
@@ -105,49 +114,52 @@ def replace_head(
 
 def _find(request: _Request) -> ImageClassifier:
     """What `weights` means: the words first, then timm's tags, folders and files that exist, and hub ids."""
-    model, weights = request.model, request.weights
-    if model.startswith(HUB_PREFIXES):
+    model, weights, path = request.model, request.weights, request.path
+    if HUB_PREFIX.match(model):
         raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
     if weights == "random":
-        classifier = _build(request, num_classes=request.num_classes)
-        return rewrap(classifier, source=f"random weights, seed {request.seed}")
+        return rewrap(_fresh(request, request.num_classes), source=f"random weights, seed {request.seed}")
     if weights == "pretrained" and is_own(model):
-        return _build(request, num_classes=request.num_classes)
+        return _fresh(request, request.num_classes)
     if weights == "pretrained" and model == "small":
         raise InputError("`small` has no pretrained weights; train it (`patchproof train`), or give `random` or a file")
-    from_timm = model != "small" and not is_own(model)
     if weights == "zoo":
-        if not from_timm:
-            raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}")
-        return _timm.build_zoo(model, input_size=request.input_size)
-    tags = tags_of(split_name(model)[0]) if from_timm else []
+        return _build.build_zoo(model, input_size=request.input_size)
+    tags = [] if model == "small" or is_own(model) else tags_of(split_name(model)[0])
     if weights in tags or (weights == "pretrained" and tags):
         return _from_tag(request)
-    if weights.startswith(HUB_PREFIXES):
+    if HUB_PREFIX.match(weights):
         return _from_hub(request)
-    if settled(request.path).is_dir():
+    if settled(path).is_dir():
         return _from_folder(request)
-    if request.path.is_file() or request.path.suffix.lower() in _state.SUFFIXES:
-        return _from_file(request)
+    if path.is_file() or path.suffix.lower() in SUFFIXES:
+        state, classes = read_state(path), request.num_classes
+        classifier = _fresh(request, classes)
+        if classes is None and (found := head_classes(classifier.module, state)):
+            classifier = _fresh(request, found)
+        load_state(classifier.module, state, where=str(path))
+        return rewrap(classifier, source=f"file {path}")
     if HUB_ID.fullmatch(weights):
         return _from_hub(request)
     near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
     listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
     raise InputError(
         f"unknown weights {weights!r} for {model}: expected `random`, {listed}a hub id (org/name), "
-        f"a file ({' '.join(_state.SUFFIXES)}) or a checkpoint folder"
+        f"a file ({' '.join(SUFFIXES)}) or a checkpoint folder"
     )
 
 
-def _build(request: _Request, *, num_classes: int | None, **timm_or_small: Any) -> ImageClassifier:
+def _fresh(
+    request: _Request, num_classes: int | None, *, channels: int | None = None, model_args: Any = None
+) -> ImageClassifier:
     """The architecture with fresh weights."""
-    if is_own(request.model):
-        return build_own(request.model, num_classes=num_classes, input_size=request.input_size)
-    if request.model == "small":
-        timm_or_small.pop("model_args", None)
-        return build_small(num_classes=num_classes, input_size=request.input_size, **timm_or_small)
-    full_name = ".".join(filter(None, split_name(request.model)))
-    return build_timm(full_name, num_classes=num_classes or 1000, input_size=request.input_size, **timm_or_small)
+    model, size = request.model, request.input_size
+    if is_own(model):
+        return _build.build_own(model, num_classes=num_classes, input_size=size)
+    if model == "small":
+        return build_small(num_classes=num_classes, input_size=size, channels=channels)
+    name, classes = ".".join(filter(None, split_name(model))), num_classes or 1000
+    return build_timm(name, num_classes=classes, input_size=size, channels=channels, model_args=model_args)
 
 
 def _from_tag(request: _Request) -> ImageClassifier:
@@ -163,7 +175,7 @@ def _from_tag(request: _Request) -> ImageClassifier:
     full_name = f"{name}.{tag}" if tag else name
     cfg: Any = get_pretrained_cfg(full_name)
     _require_head(full_name, cfg.num_classes, request)
-    with fetching(cfg.hf_hub_id or cfg.url):
+    with _fetching(cfg.hf_hub_id or cfg.url):
         classifier = build_timm(full_name, input_size=request.input_size, pretrained=True)
     return rewrap(classifier, class_names=trained_class_names(classifier), source=f"timm {full_name}")
 
@@ -171,8 +183,8 @@ def _from_tag(request: _Request) -> ImageClassifier:
 def _from_hub(request: _Request) -> ImageClassifier:
     from timm.models import load_model_config_from_hf
 
-    repo = request.weights.removeprefix(HUB_PREFIXES[0]).removeprefix(HUB_PREFIXES[1])
-    with fetching(repo):
+    repo = HUB_PREFIX.sub("", request.weights, count=1)
+    with _fetching(repo):
         cfg, architecture, arguments = load_model_config_from_hf(repo)
         _require_same_architecture(request.model, architecture, where=repo)
         _require_head(repo, cfg.get("num_classes", 1000), request)
@@ -181,37 +193,82 @@ def _from_hub(request: _Request) -> ImageClassifier:
     return rewrap(classifier, class_names=trained_class_names(classifier), source=f"Hugging Face Hub {repo}")
 
 
-def _from_file(request: _Request) -> ImageClassifier:
-    state = _state.read_state(request.path)
-    classifier = _build(request, num_classes=request.num_classes)
-    if request.num_classes is None and (found := _state.head_classes(classifier.module, state)):
-        classifier = _build(request, num_classes=found)
-    _state.load_state(classifier.module, state, where=str(request.path))
-    return rewrap(classifier, source=f"file {request.path}")
+@contextmanager
+def _fetching(repo: str) -> Iterator[None]:
+    """Inside, files of `repo` come from the Hub, or from the local cache alone if the Hub does not answer at once: its
+    own retries take half a minute per file without a network.
+
+    Whatever fails inside becomes an InputError that says what could not be fetched and what to do. A few old networks
+    of timm are at a plain address (https://…), which is not asked beforehand.
+    """
+    from huggingface_hub import constants
+
+    online = "://" in repo or hub_answers(repo)
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not online
+    try:
+        yield
+    except PatchproofError:
+        raise
+    # The Hub's client, its transport and timm's loader each raise kinds of their own, and these change by version.
+    except Exception as error:
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        if not isinstance(error, OSError):
+            raise InputError(
+                f"could not load {repo} as a timm network ({cause}); give another one, or a weight file"
+            ) from error
+        if not online:
+            cause = "the Hugging Face Hub does not answer and the local cache does not hold it"
+        raise InputError(
+            f"could not fetch {repo}: {cause}; connect to the network, or download the weights elsewhere and give the "
+            "path of the file"
+        ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_answers(repo: str) -> bool:
+    """Whether the Hub answers for `repo` at all; InputError where the answer is that there is no such model."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    name, _, revision = repo.partition("@")
+    try:
+        url = hf_hub_url(name, "config.json", revision=revision or None)
+        get_hf_file_metadata(url, timeout=HUB_ANSWERS_WITHIN_SECONDS)
+    except HFValidationError as error:
+        raise InputError(f"{repo!r} is not a hub id (organisation/name): {first_line(error)}") from error
+    except (RepositoryNotFoundError, GatedRepoError) as error:
+        raise InputError(
+            f"the Hugging Face Hub has no model {repo} open to you; check the name, or run `hf auth login`"
+        ) from error
+    except EntryNotFoundError:
+        return True
+    except Exception:  # no name resolution, no route, a proxy's refusal, a timeout, the offline switch
+        return False
+    return True
 
 
 def _from_folder(request: _Request) -> ImageClassifier:
-    folder = settled(request.path)
+    folder, where = settled(request.path), str(request.path)
     record = read_record(folder)
-    _require_same_architecture(request.model, record["architecture"], where=str(request.path))
-    _require_head(str(request.path), record["num_classes"], request)
-    request = replace(request, input_size=request.input_size or tuple(record["input_size"]))
+    _require_same_architecture(request.model, record["architecture"], where=where)
+    _require_head(where, record["num_classes"], request)
+    size = request.input_size or tuple(record["input_size"])
     arguments = {"channels": len(record["mean"]), "model_args": record["model_args"]}
     try:
-        classifier = _build(request, num_classes=record["num_classes"], **arguments)
+        classifier = _fresh(replace(request, input_size=size), record["num_classes"], **arguments)
     except PatchproofError:
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the arguments are anybody's
-        raise InputError(
-            f"{request.path} cannot be rebuilt ({_state.first_line(error)}); take another checkpoint"
-        ) from error
-    _state.load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
+        raise InputError(f"{where} cannot be rebuilt ({first_line(error)}); take another checkpoint") from error
+    load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
     recorded = {name: record[name] for name in settings(classifier)}
-    return rewrap(classifier, **recorded | {"input_size": request.input_size, "source": f"checkpoint {request.path}"})
+    return rewrap(classifier, **recorded | {"input_size": size, "source": f"checkpoint {where}"})
 
 
 def _finish(classifier: ImageClassifier, request: _Request) -> ImageClassifier:
-    _state.require_finite(classifier.module, where=classifier.source)
+    require_finite(classifier.module, where=classifier.source)
     _require_head(classifier.source, classifier.num_classes, request)
     names, own = request.class_names, classifier.class_names
     if names is not None:
@@ -229,7 +286,7 @@ def _require_head(where: str, found: int, request: _Request) -> None:
     if found < 1:
         raise InputError(f"{where} has no classification head (it gives features); choose weights that have one")
     if request.num_classes not in (None, found):
-        raise _state.other_classes(where, found, request.num_classes)
+        raise other_classes(where, found, request.num_classes)
 
 
 def _require_same_architecture(asked: str, found: str, *, where: str) -> None:

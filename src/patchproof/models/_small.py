@@ -65,10 +65,15 @@ def build_small(
 ) -> ImageClassifier:
     """`small` with fresh weights; normalised as Fashion-MNIST unless its settings are replaced."""
     channels, classes = channels or 3, num_classes or 10
-    module, size = SmallResNet(classes, channels=channels), input_size or (28, 28)
-    mean, std = (FASHION_MEAN,) * channels, (FASHION_STD,) * channels
-    options = {"interpolation": "bilinear", "architecture": "small"}
-    return ImageClassifier(module, mean=mean, std=std, input_size=size, num_classes=classes, **options)  # type: ignore[arg-type]
+    return ImageClassifier(
+        SmallResNet(classes, channels=channels),
+        mean=(FASHION_MEAN,) * channels,
+        std=(FASHION_STD,) * channels,
+        input_size=input_size or (28, 28),
+        num_classes=classes,
+        interpolation="bilinear",
+        architecture="small",
+    )
 
 
 def _conv_norm(inputs: int, outputs: int, *, kernel: int, stride: int) -> nn.Sequential:

@@ -126,19 +126,16 @@ def _compare(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tup
     # Old files lack num_batches_tracked; it plays no part in a forward pass.
     missing = [name for name in expected if name not in state and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in state if name not in expected]
-    both = {name: (state[name], expected[name]) for name in expected if name in state}
-    reshaped = {
-        n: (tuple(found.shape), tuple(own.shape)) for n, (found, own) in both.items() if found.shape != own.shape
+    both = {name: (tensor, expected[name]) for name, tensor in state.items() if name in expected}
+    shapes = {n: (tuple(found.shape), tuple(own.shape)) for n, (found, own) in both.items() if found.shape != own.shape}
+    dtypes = {n: found.dtype for n, (found, own) in both.items() if own.is_floating_point() > found.is_floating_point()}
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": [f"{name}: {found} for {own}" for name, (found, own) in shapes.items()],
+        "of another type": [f"{name}: {dtype}" for name, dtype in dtypes.items()],
     }
-    retyped = [
-        f"{name}: {found.dtype}"
-        for name, (found, own) in both.items()
-        if own.is_floating_point() and not found.is_floating_point()
-    ]
-    kinds = {"missing": missing, "unexpected": unexpected}
-    kinds["of another shape"] = [f"{name}: {found} for {own}" for name, (found, own) in reshaped.items()]
-    kinds["of another type"] = retyped
     words = ", ".join(f"{len(found)} tensors {kind} (e.g. {found[0]})" for kind, found in kinds.items() if found)
-    heads = {(found[0], own[0]) if found and own and found[1:] == own[1:] else None for found, own in reshaped.values()}
-    only_head = not (missing or unexpected or retyped) and len(heads) == 1 and len(reshaped) <= 4
+    heads = {(found[0], own[0]) if found and own and found[1:] == own[1:] else None for found, own in shapes.values()}
+    only_head = not (missing or unexpected or dtypes) and len(heads) == 1 and len(shapes) <= 4
     return heads.pop() if only_head else None, words

@@ -2,13 +2,7 @@
 
 from patchproof.training.gradcam import grad_cam
 from patchproof.training.plan import Plan, paper_learning_rate
-from patchproof.training.strategies import (
-    STRATEGIES,
-    MaskingStrategy,
-    masking_strategy,
-    require_strategy,
-    training_masks,
-)
+from patchproof.training.strategies import STRATEGIES, MaskingStrategy, masking_strategy, training_masks
 
 __all__ = [
     "STRATEGIES",
@@ -17,6 +11,5 @@ __all__ = [
     "grad_cam",
     "masking_strategy",
     "paper_learning_rate",
-    "require_strategy",
     "training_masks",
 ]

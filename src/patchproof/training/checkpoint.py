@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchproof.models import ImageClassifier, file_sha256, is_whole, save_checkpoint, sealed, settled, write_state
 from patchproof.training.loop import Trainer
@@ -22,8 +21,7 @@ STATE, TENSORS = "training.json", "training.safetensors"
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(NamedTuple):
     """Where a run stands: the step it has finished, and what its caller noted down."""
 
     step: int
@@ -40,13 +38,17 @@ def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, note
             f"the weights are NaN or infinite after step {trainer.step}; a checkpoint saved before is kept: lower the "
             "learning rate"
         )
-
-    remembered = state_of(trainer.strategy)
+    remembered, scaler = state_of(trainer.strategy), trainer.accelerator.scaler
+    tensors = {f"model/{name}": value for name, value in trainer.classifier.state_dict().items()}
+    tensors |= {f"average/{name}": value for name, value in (trainer.average or {}).items()}
+    tensors |= {f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)}
+    for name, parameter in _trained(trainer).items():
+        for key, value in trainer.optimizer.optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
 
     def write(place: Path) -> None:
-        tensors = {f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)}
-        write_state(_tensors(trainer) | tensors, place / TENSORS)
-        scaler = trainer.accelerator.scaler
+        write_state(tensors, place / TENSORS)
         state = {
             "schema": SCHEMA,
             "step": trainer.step,
@@ -66,63 +68,40 @@ def load_training(folder: Path, trainer: Trainer) -> Resumed | None:
     if not place.exists():
         return None
     try:
-        return _restore(place, trainer)
+        state = json.loads((place / STATE).read_text("utf-8"))
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"schema {state['schema']}, this is {SCHEMA}")
+        if not is_whole(state):
+            raise ValueError(f"{STATE} was changed since it was written")
+        if file_sha256(place / TENSORS) != state["sha256"]:
+            raise ValueError("its tensors are damaged")
+        _restore(trainer, state, safetensors.torch.load_file(place / TENSORS))
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckError(
             f"the checkpoint {place} is damaged ({error}); remove it to begin again, or start a new run from the "
             "weights of checkpoint-best"
         ) from error
-
-
-def _restore(folder: Path, trainer: Trainer) -> Resumed:
-    state = json.loads((folder / STATE).read_text("utf-8"))
-    if state["schema"] != SCHEMA:
-        raise ValueError(f"schema {state['schema']}, this is {SCHEMA}")
-    if not is_whole(state):
-        raise ValueError(f"{STATE} was changed since it was written")
-    if file_sha256(folder / TENSORS) != state["sha256"]:
-        raise ValueError("its tensors are damaged")
-    tensors = safetensors.torch.load_file(folder / TENSORS)
-    trainer.classifier.load_state_dict(_named(tensors, "model/"))
-    _load_optimizer(trainer, _named(tensors, "optimizer/"))
-    if trainer.average is not None:
-        for name, value in _named(tensors, "average/").items():
-            trainer.average[name].copy_(value)
-    if state["scaler"] is not None and trainer.accelerator.scaler is not None:
-        trainer.accelerator.scaler.load_state_dict(state["scaler"])
-    remembered = _named(tensors, "strategy/") | state.get("strategy", {})
-    if remembered:
-        trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
-    trainer.step = int(state["step"])
     return Resumed(trainer.step, state["notes"])
 
 
-def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    found = {f"model/{k}": v for k, v in trainer.classifier.state_dict().items()}
-    found |= {f"average/{k}": v for k, v in (trainer.average or {}).items()}
-    for name, parameter in _parameters(trainer).items():
-        state = trainer.optimizer.optimizer.state.get(parameter, {})
-        found |= {f"optimizer/{name}/{key}": _as_tensor(value) for key, value in state.items() if value is not None}
-    return found
+def _restore(trainer: Trainer, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def under(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
-
-def _load_optimizer(trainer: Trainer, tensors: Mapping[str, Tensor]) -> None:
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        owner, _, key = name.rpartition("/")
-        states.setdefault(owner, {})[key] = value
-    for name, parameter in _parameters(trainer).items():
-        restored = {k: v.to("cpu" if k == "step" else parameter.device) for k, v in states.get(name, {}).items()}
+    trainer.classifier.load_state_dict(under("model/"))
+    for name, parameter in _trained(trainer).items():
+        found = under(f"optimizer/{name}/")
+        restored = {k: v.to("cpu" if k == "step" else parameter.device) for k, v in found.items()}
         trainer.optimizer.optimizer.state[parameter] = restored
+    if trainer.average is not None:
+        for name, value in under("average/").items():
+            trainer.average[name].copy_(value)
+    if state["scaler"] is not None and trainer.accelerator.scaler is not None:
+        trainer.accelerator.scaler.load_state_dict(state["scaler"])
+    if remembered := under("strategy/") | state["strategy"]:
+        trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
+    trainer.step = int(state["step"])
 
 
-def _parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+def _trained(trainer: Trainer) -> dict[str, nn.Parameter]:
     return {name: p for name, p in trainer.classifier.named_parameters() if p.requires_grad}
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value)
-
-
-def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

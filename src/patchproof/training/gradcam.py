@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,52 +33,37 @@ def grad_cam(
     """
     if not isinstance(classifier, nn.Module):
         raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
-    layer = layer or salient_layer(classifier, images[:1])
-    with torch.no_grad(), _output_of(layer) as captured:
-        logits = show(classifier, images, keep)
-        (activations,) = captured
-        (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
-    size = (int(images.shape[2]), int(images.shape[3]))
-    grid = [_as_grid(classifier, values.float(), size) for values in (activations.detach(), gradients)]
-    weights = grid[1].mean(dim=(2, 3), keepdim=True)
-    salience = (weights * grid[0]).sum(dim=1, keepdim=True).relu()
-    return functional.interpolate(salience, size=size, mode="bilinear", align_corners=False)[:, 0]
-
-
-@contextmanager
-def _output_of(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """The layer's outputs during the block; gradients are recorded from there on, and no hook is left behind."""
     captured: list[Tensor] = []
 
     def begin_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
         captured.append(output.detach().requires_grad_())
-        torch.set_grad_enabled(True)  # until the caller's no_grad block ends; what lies before the layer costs nothing
+        torch.set_grad_enabled(True)  # until the no_grad block below ends; what lies before the layer costs nothing
         return captured[-1].clone()  # a copy, since the next module may work in place
 
-    handle = layer.register_forward_hook(begin_graph)
+    handle = (layer or salient_layer(classifier, images[:1])).register_forward_hook(begin_graph)
     try:
-        yield captured
+        with torch.no_grad():
+            logits = show(classifier, images, keep)
+            (activations,) = captured
+            (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
     finally:
         handle.remove()
+    size = (int(images.shape[2]), int(images.shape[3]))
+    activations, gradients = (_as_grid(classifier, v.float(), size) for v in (activations.detach(), gradients))
+    weights = gradients.mean(dim=(2, 3), keepdim=True)
+    salience = (weights * activations).sum(dim=1, keepdim=True).relu()
+    return functional.interpolate(salience, size=size, mode="bilinear", align_corners=False)[:, 0]
 
 
 def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.Module:
     """The layer Grad-CAM looks at: found once by running `probe` through, then remembered."""
-    blocks = _transformer_blocks(classifier)
-    if blocks is not None:
-        return blocks[-1].norm1  # type: ignore[return-value]
+    for module in classifier.modules():  # a ViT, whose tokens lie on a grid that it knows
+        grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)
+        if grid is not None and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
+            return module.blocks[-1].norm1  # type: ignore[index, return-value, union-attr]
     if classifier not in _SALIENT_LAYERS:
         _SALIENT_LAYERS[classifier] = _last_feature_map(classifier, probe)
     return classifier.get_submodule(_SALIENT_LAYERS[classifier])
-
-
-def _transformer_blocks(classifier: nn.Module) -> nn.Sequential | None:
-    """Those of a ViT, whose tokens lie on a grid that it knows."""
-    for module in classifier.modules():
-        grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)
-        if grid is not None and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
-            return module.blocks  # type: ignore[return-value]
-    return None
 
 
 def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
@@ -124,5 +107,4 @@ def _as_grid(classifier: nn.Module, values: Tensor, size: Size) -> Float[Tensor,
         return values.permute(0, 3, 1, 2) if squeezed(one, two) < squeezed(two, three) else values
     transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
     height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr,misc]
-    tokens = values[:, values.shape[1] - height * width :]
-    return tokens.transpose(1, 2).unflatten(2, (height, width))
+    return values[:, -height * width :].transpose(1, 2).unflatten(2, (height, width))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,13 +18,15 @@ from torch.nn import functional
 from patchproof.data import Batch, ImageSource, iterate_batches
 from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, require_classes, tf32
 from patchproof.models import ImageClassifier
-from patchproof.training.augment import flip_and_crop
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
-from patchproof.training.strategies import MaskingStrategy, MaskPair, choose, masking_strategy
+from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
 from patchproof.types import CheckError, InputError, Preprocessing
 
 MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+SMALLEST_AREA = 0.5
+"""A random crop keeps at least this share of the image."""
 
 
 def start_accelerator(plan: Plan, device: torch.device, *, log_with: str | None = None) -> Accelerator:
@@ -65,30 +67,6 @@ class TrainingData:
     keep_decoded: bool = False
 
 
-class Timer:
-    """Seconds of work from here to `stop`, as the device sees it; nothing waits until they are asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        self.times: list[float] = []
-        self._mark(0)
-
-    def stop(self) -> None:
-        self._mark(1)
-
-    def _mark(self, number: int) -> None:
-        self.times.append(time.perf_counter())
-        if self.events:
-            self.events[number].record()
-
-    @property
-    def seconds(self) -> float:
-        if not self.events:
-            return self.times[1] - self.times[0]
-        self.events[1].synchronize()
-        return self.events[0].elapsed_time(self.events[1]) / 1000
-
-
 class Trainer:
     """Owns the weights while they change; `run` yields a report after every step, and can begin at any step."""
 
@@ -104,31 +82,30 @@ class Trainer:
     ) -> None:
         self.plan, self.data, self.accelerator = plan, data, accelerator
         self.classifier = classifier.to(memory_format=torch.channels_last)
-        _check_batch(classifier, plan, accelerator.num_processes)
-        trained = _trained_parameters(classifier, head_only=plan.head_only)
-        self.model, self.optimizer = accelerator.prepare(MaskedForward(classifier), _optimizer(trained, plan))
+        self.steps_per_epoch = _steps_per_epoch(classifier, plan, len(data.indices), accelerator.num_processes)
+        if plan.head_only:
+            classifier.requires_grad_(False)
+            _head(classifier).requires_grad_(True)
+        trained = [p for p in classifier.parameters() if p.requires_grad]
+        rate, decay = plan.rate(0), plan.weight_decay
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=rate, momentum=plan.momentum, weight_decay=decay)
+        if plan.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay)
+        self.model, self.optimizer = accelerator.prepare(MaskedForward(classifier), optimizer)
         self.generator = torch.Generator()
-        engine = Engine(batch_size=chunk, precision=plan.precision, compile=plan.compile)
-        self.strategy: MaskingStrategy = (
-            plan.strategy
-            if not isinstance(plan.strategy, str)
-            else masking_strategy(
-                plan.strategy, image_size=classifier.input_size, generator=self.generator, masks=masks, engine=engine
+        self.strategy: MaskingStrategy
+        if isinstance(plan.strategy, str):
+            engine = Engine(batch_size=chunk, precision=plan.precision, compile=plan.compile)
+            size = classifier.input_size
+            self.strategy = masking_strategy(
+                plan.strategy, image_size=size, generator=self.generator, masks=masks, engine=engine
             )
-        )
+        else:
+            self.strategy = plan.strategy
+            state_of(self.strategy)  # refuses at once what could not be saved
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
         self.decoded: dict[int, Tensor] | None = {} if data.keep_decoded else None
-        state_of(self.strategy)  # refuses at once what could not be saved
         self.step = 0
-        self.steps_per_epoch = self._count_steps()
-
-    def _count_steps(self) -> int:
-        """Batches of an epoch. A last one too small for every process to have two images is left out."""
-        whole, rest = divmod(len(self.data.indices), self.plan.batch_size)
-        steps = whole + (rest >= 2 * self.accelerator.num_processes)
-        if not steps:
-            raise InputError(f"{len(self.data.indices)} training images are too few for one batch")
-        return steps
 
     @property
     def total_steps(self) -> int:
@@ -149,11 +126,10 @@ class Trainer:
     def _batches(self, epoch: int, *, skip: int) -> Iterator[Batch]:
         """This process's share of each batch of the epoch, from batch `skip` on."""
         generator = torch.Generator().manual_seed(_mixed(self.plan.seed, epoch, 1))
-        order = torch.randperm(len(self.data.indices), generator=generator)[
-            : self.steps_per_epoch * self.plan.batch_size
-        ]
+        order = torch.randperm(len(self.data.indices), generator=generator)
+        batches = order[: self.steps_per_epoch * self.plan.batch_size].split(self.plan.batch_size)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = torch.cat([batch[rank::world] for batch in order.split(self.plan.batch_size)][skip:])
+        mine = torch.cat([batch[rank::world] for batch in batches[skip:]])
         return iterate_batches(
             self.data.source,
             self.data.preprocessing,
@@ -166,22 +142,29 @@ class Trainer:
 
     def _train_on(self, batch: Batch, images: Tensor, epoch: int) -> StepReport:
         started = time.perf_counter()
+        if len(batch.indices) < min(2, self.plan.batch_size // self.accelerator.num_processes):
+            raise CheckError(
+                f"step {self.step + 1}: {len(batch.bad)} images of its batch cannot be read, too few are left"
+            )
+        labels = batch.labels if self.data.classes is None else self.data.classes[batch.labels]
+        require_classes(label_range(labels), self.classifier.num_classes)
+        if self.accelerator.num_processes > 1:
+            # Every process searches with the main one's BatchNorm statistics, which are those a checkpoint holds.
+            for buffer in self.classifier.buffers():
+                torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
-        self._share_buffers()
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
-            images, labels = self._prepared(batch, images)
-            keep, search = self._search(images, labels, torch.tensor(batch.indices), epoch)
+            if self.plan.augment == "light":
+                images = flip_and_crop(images, self.generator)
+            labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
+            before = _moment(images.device)
+            keep = self._search(images, labels, indices, epoch)
+            after = _moment(images.device)
             loss = self._update(images, labels, keep, rate)
         self._update_average()
         self.step += 1
         seconds = time.perf_counter() - started
-        return StepReport(self.step, epoch, loss, rate, len(images), seconds, search.seconds)
-
-    def _share_buffers(self) -> None:
-        """Every process searches with the main one's BatchNorm statistics, which are those a checkpoint holds."""
-        if self.accelerator.num_processes > 1:
-            for buffer in self.classifier.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        return StepReport(self.step, epoch, loss, rate, len(images), seconds, _seconds_between(before, after))
 
     @contextmanager
     def _randomness_of_step(self) -> Iterator[None]:
@@ -194,54 +177,40 @@ class Trainer:
             torch.manual_seed(seed)
             yield
 
-    def _prepared(self, batch: Batch, images: Tensor) -> tuple[Tensor, Tensor]:
-        if len(batch.indices) < min(2, self.plan.batch_size // self.accelerator.num_processes):
-            raise CheckError(
-                f"step {self.step + 1}: {len(batch.bad)} images of its batch cannot be read, too few are left"
-            )
-        if self.plan.augment == "light":
-            images = flip_and_crop(images, self.generator)
-        labels = batch.labels if self.data.classes is None else self.data.classes[batch.labels]
-        require_classes(label_range(labels), self.classifier.num_classes)
-        return images, labels.to(images.device)
-
-    def _search(
-        self, images: Tensor, labels: Tensor, indices: Tensor, epoch: int
-    ) -> tuple[Bool[Tensor, "copies b 1 h w"], Timer]:
-        """What to leave visible, and how long it took to find out."""
-        timer = Timer(images.device)
+    def _search(self, images: Tensor, labels: Tensor, indices: Tensor, epoch: int) -> Bool[Tensor, "copies b 1 h w"]:
+        """What to leave visible; what the strategy remembers is the same on all processes afterwards."""
         shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
         before = state_of(self.strategy) if shared else {}
-        keep = choose(self.strategy, self.classifier, images, labels, indices=indices.to(images.device), epoch=epoch)
+        keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
         if shared:
-            after: list[dict[str, Any]] = gather_object([state_of(self.strategy)])
+            after = gather_object([state_of(self.strategy)])
             self.strategy.load_state_dict(merged(before, after))  # type: ignore[attr-defined]
-        timer.stop()
-        return (torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep), timer
+        return torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep
 
     def _update(self, images: Tensor, labels: Tensor, keep: Tensor, rate: float) -> float:
         """One optimiser step on the mean loss over images and copies, in parts; returns that loss."""
-        _train_mode(self.classifier, head_only=self.plan.head_only)
+        # Frozen layers stay in eval mode: their normalisation statistics are frozen too.
+        self.classifier.train(not self.plan.head_only)
+        if self.plan.head_only:
+            _head(self.classifier).train()
+        processes, total = self.accelerator.num_processes, len(images)
+        if processes > 1:
+            total = int(self.accelerator.reduce(torch.tensor(float(total), device=images.device), "sum"))
         # With unequal shares, gradients averaged over processes would weigh images unequally; this undoes it.
-        processes, total = self.accelerator.num_processes, self._images_of_all(images)
         weight = processes / total
         # At least two images a part, also of a short last batch; the same number of parts on every process.
         count = max(1, min(self.plan.accumulate, total // processes // 2))
-        parts = list(
-            zip(
-                *(t.tensor_split(count) for t in (images, labels)),
-                keep.tensor_split(count, dim=1),
-                strict=True,
-            )
+        parts = zip(
+            images.tensor_split(count), labels.tensor_split(count), keep.tensor_split(count, dim=1), strict=True
         )
         loss = torch.zeros((), device=images.device)
-        for number, part in enumerate(parts):
-            with self._synchronised(last=number == len(parts) - 1):
+        for number, part in enumerate(parts, start=1):
+            with nullcontext() if number == count else self.accelerator.no_sync(self.model):
                 summed = masked_loss(self.model, *part, smoothing=self.plan.label_smoothing) * len(part[0]) * weight
                 self.accelerator.backward(summed)
             loss += summed.detach() / processes
         mean = float(self.accelerator.reduce(loss, "sum"))
-        if not torch.isfinite(torch.tensor(mean)):
+        if not math.isfinite(mean):
             raise CheckError(
                 f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before is kept: lower the "
                 "learning rate, or use precision bf16 instead of fp16"
@@ -251,15 +220,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return mean
-
-    def _images_of_all(self, images: Tensor) -> int:
-        """How many images all processes have in this step; one alone need not ask its device."""
-        if self.accelerator.num_processes == 1:
-            return len(images)
-        return int(self.accelerator.reduce(torch.tensor(float(len(images)), device=images.device), "sum"))
-
-    def _synchronised(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def _update_average(self) -> None:
         if self.average is None:
@@ -286,6 +246,35 @@ def masked_loss(
     return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
 
 
+def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+    """Each image mirrored with probability ½ and cut to a random part of 50 to 100% of its area, enlarged again."""
+    count = len(images)
+    side = (SMALLEST_AREA + (1 - SMALLEST_AREA) * torch.rand(count, generator=generator)).sqrt()
+    shift = (2 * torch.rand(count, 2, generator=generator) - 1) * (1 - side)[:, None]
+    mirrored = 1 - 2 * (torch.rand(count, generator=generator) < 0.5).float()
+    transform = torch.zeros(count, 2, 3)
+    transform[:, 0, 0], transform[:, 1, 1] = side * mirrored, side
+    transform[:, :, 2] = shift
+    grid = functional.affine_grid(transform.to(images), list(images.shape), align_corners=False)
+    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+
+
+def _moment(device: torch.device) -> float | torch.cuda.Event:
+    """Now, as the device sees it; nothing waits."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+    if isinstance(before, float) or isinstance(after, float):
+        return after - before  # type: ignore[operator]
+    after.synchronize()
+    return before.elapsed_time(after) / 1000
+
+
 def _mixed(*numbers: int) -> int:
     """One seed from several numbers, each of which changes all of it (SplitMix64)."""
     state = 0
@@ -297,12 +286,6 @@ def _mixed(*numbers: int) -> int:
     return state % 2**63
 
 
-def _optimizer(parameters: list[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
-    if plan.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=plan.rate(0), weight_decay=plan.weight_decay)
-    return torch.optim.SGD(parameters, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay)
-
-
 def _head(classifier: ImageClassifier) -> nn.Module:
     head = getattr(classifier.module, "get_classifier", None)
     if head is None:
@@ -310,21 +293,8 @@ def _head(classifier: ImageClassifier) -> nn.Module:
     return head()
 
 
-def _trained_parameters(classifier: ImageClassifier, *, head_only: bool) -> list[nn.Parameter]:
-    if head_only:
-        classifier.requires_grad_(False)
-        _head(classifier).requires_grad_(True)
-    return [p for p in classifier.parameters() if p.requires_grad]
-
-
-def _train_mode(classifier: ImageClassifier, *, head_only: bool) -> None:
-    """Frozen layers stay in eval mode: their normalisation statistics are frozen too."""
-    classifier.train(not head_only)
-    if head_only:
-        _head(classifier).train()
-
-
-def _check_batch(classifier: nn.Module, plan: Plan, processes: int) -> None:
+def _steps_per_epoch(classifier: nn.Module, plan: Plan, images: int, processes: int) -> int:
+    """Batches of an epoch. A last one too small for every process to have two images is left out."""
     if plan.batch_size % processes:
         raise InputError(f"batch_size {plan.batch_size} does not divide among {processes} processes")
     smallest = plan.batch_size // processes // plan.accumulate
@@ -333,3 +303,8 @@ def _check_batch(classifier: nn.Module, plan: Plan, processes: int) -> None:
         raise InputError(
             "BatchNorm cannot learn from batches of one image; choose a larger batch_size, or a smaller accumulate"
         )
+    whole, rest = divmod(images, plan.batch_size)
+    steps = whole + (rest >= 2 * processes)
+    if not steps:
+        raise InputError(f"{images} training images are too few for one batch")
+    return steps

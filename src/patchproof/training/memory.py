@@ -20,42 +20,34 @@ def state_of(strategy: Any) -> State:
 
     Whatever a checkpoint could not give back exactly is refused: tensors inside other values, keys that are not text.
     """
-    if not hasattr(strategy, "state_dict"):
-        return {}
-    return {name: _copied(name, value) for name, value in strategy.state_dict().items()}
+    found: State = {}
+    for name, value in strategy.state_dict().items() if hasattr(strategy, "state_dict") else ():
+        if isinstance(value, Tensor):
+            found[name] = value.detach().cpu().clone()
+            continue
+        try:
+            found[name] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the strategy's state {name!r} must be a tensor or plain JSON: {error}") from error
+        if found[name] != value:
+            raise InputError(f"the strategy's state {name!r} changes when saved as JSON; use text as keys, and lists")
+    return found
 
 
-def _copied(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    try:
-        same = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the strategy's state {name!r} must be a tensor or plain JSON: {error}") from error
-    if same != value:
-        raise InputError(f"the strategy's state {name!r} changes when saved as JSON; use text as keys, and lists")
-    return same
-
-
-def merged(before: State, after: Sequence[State]) -> State:
+def merged(before: Any, after: Sequence[Any], *, name: str = "state") -> Any:
     """`before` with the changes that each process made: element by element in tensors, key by key in mappings.
 
     A step gives every image to one process, so changes about images never collide; where they do, the processes must
     agree.
     """
-    return _merged("state", before, after)
-
-
-def _merged(name: str, before: Any, after: Sequence[Any]) -> Any:
     if all(isinstance(value, Mapping) for value in after):
         old = before if isinstance(before, Mapping) else {}
-        keys = dict.fromkeys(key for value in after for key in value)
         found = {}
-        for key in keys:
+        for key in dict.fromkeys(key for value in after for key in value):
             # A key that a process lacks though it was there before has been removed by it.
             having = [value[key] for value in after if key in value]
             if key not in old or len(having) == len(after):
-                found[key] = _merged(f"{name}.{key}", old.get(key), having)
+                found[key] = merged(old.get(key), having, name=f"{name}.{key}")
         return found
     if all(isinstance(value, Tensor) for value in [before, *after]) and len({v.shape for v in [before, *after]}) == 1:
         result, touched = before.clone(), torch.zeros_like(before, dtype=torch.bool)

@@ -66,23 +66,25 @@ class Plan:
         require_one_of("precision", self.precision, get_args(Precision))
         if isinstance(self.strategy, str):
             require_strategy(self.strategy)
-        else:
-            _require(callable(self.strategy), "strategy must be a name or a callable", self.strategy)
-        for name in ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema"):
-            value = getattr(self, name)
-            _require(value is None or math.isfinite(value), f"{name} must be finite", value)
-        _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)", self.seed)
-        for name in ("epochs", "batch_size", "validation_images"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
-        _require(
-            self.learning_rate is None or self.learning_rate > 0, "learning_rate must be positive", self.learning_rate
+        floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
+        rules = (
+            ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
+            *((name, math.isfinite(getattr(self, name) or 0), "must be finite") for name in floats),
+            ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
+            ("epochs", self.epochs >= 1, "must be at least 1"),
+            ("batch_size", self.batch_size >= 1, "must be at least 1"),
+            ("validation_images", self.validation_images >= 1, "must be at least 1"),
+            ("learning_rate", self.learning_rate is None or self.learning_rate > 0, "must be positive"),
+            ("warmup_epochs", self.warmup_epochs >= 0, "cannot be negative"),
+            ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
+            ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
+            ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
+            ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),
         )
-        _require(self.warmup_epochs >= 0, "warmup_epochs cannot be negative", self.warmup_epochs)
-        _require(0 <= self.momentum < 1, "momentum must be in [0, 1)", self.momentum)
-        _require(self.weight_decay >= 0, "weight_decay cannot be negative", self.weight_decay)
-        _require(0 <= self.label_smoothing < 1, "label_smoothing must be in [0, 1)", self.label_smoothing)
-        _require(0 <= self.ema < 1, "ema must be in [0, 1), e.g. 0.999", self.ema)
-        _require(1 <= self.accumulate <= self.batch_size, "accumulate must be in [1, batch_size]", self.accumulate)
+        for name, holds, rule in rules:
+            if not holds:
+                raise InputError(f"{name} {rule}, not {getattr(self, name)}")
 
     def describe(self) -> dict[str, Any]:
         """As JSON, a strategy of the user's own by its type and, where it has one, its `describe()`."""
@@ -102,11 +104,6 @@ class Plan:
         if self.schedule == "cosine":
             return warm * base * 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / self.epochs)))
         return warm * base
-
-
-def _require(holds: bool, message: str, value: object) -> None:
-    if not holds:
-        raise InputError(f"{message}, not {value}")
 
 
 def paper_learning_rate(architecture: str) -> float:

@@ -1,23 +1,21 @@
 """Masking strategies: which masked copies of a batch a classifier is trained on (the paper's §4.1).
 
-A strategy only chooses; `loop.py` applies what it chose. This file has their names and what they have in common.
+A strategy only chooses; `loop.py` applies what it chose. Here are their names, `search.py` has the paper's.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
-from patchproof.masking import Engine, label_range, require_classes
-from patchproof.training.search import Greedy, Grid, Gutout, MultiSizeGreedy, Searcher
-from patchproof.training.unguided import Cutout, NoMasks, RandomMasks
+from patchproof.masking import Engine
+from patchproof.training.search import Cutout, Greedy, Grid, Gutout, MultiSizeGreedy, Named, NoMasks, RandomMasks
 from patchproof.types import Classifier, InputError, Size
 
 TRAINING_PERCENT = 3.0
@@ -48,29 +46,30 @@ class MaskingStrategy(Protocol):
     ) -> Bool[Tensor, "copies b 1 h w"]: ...
 
 
-def choose(
-    strategy: MaskingStrategy,
-    classifier: Classifier,
-    images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, " b"],
-    *,
-    indices: Int64[Tensor, " b"] | None = None,
-    epoch: int = 0,
-) -> Bool[Tensor, "copies b 1 h w"]:
-    """What the strategy leaves visible, checked: a bool for each pixel of each copy."""
-    keep = strategy(classifier, images, labels, indices=indices, epoch=epoch)
-    expected = len(images), 1, *images.shape[-2:]
-    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
-    if not right or not len(keep):
-        got = f"{keep.dtype} of {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-        raise InputError(f"a strategy must return booleans of shape (copies ≥ 1, {len(images)}, 1, h, w), not {got}")
-    return keep.to(images.device)
+@dataclass(frozen=True)
+class StrategyEntry:
+    """A strategy by name: what it does in words, and which of the two mask sets it has a copy for."""
+
+    words: str
+    kind: type[Named]
+    sets: Literal["3x3", "6x6", "both"] = "3x3"
 
 
-def training_masks(image_size: Size) -> MaskPair:
-    """The 3×3 and 6×6 sets of the 3% patch at this size: 100 and 69 pixels at 224, 12 and 8 at 28."""
-    threat = PatchThreat.square(image_size=image_size, percent=TRAINING_PERCENT)
-    return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
+STRATEGIES = {
+    "none": StrategyEntry("the images as they are", NoMasks),
+    "cutout": StrategyEntry("two squares of 128/224 of the side, anywhere", Cutout),
+    "rand3x3": StrategyEntry("two random 3×3 masks", RandomMasks),
+    "rand6x6": StrategyEntry("two random 6×6 masks", RandomMasks, "6x6"),
+    "rand": StrategyEntry("a copy of rand3x3 and one of rand6x6", RandomMasks, "both"),
+    "gutout3x3": StrategyEntry("the two most salient 3×3 masks (Grad-CAM)", Gutout),
+    "gutout6x6": StrategyEntry("the two most salient 6×6 masks (Grad-CAM)", Gutout, "6x6"),
+    "gutout": StrategyEntry("a copy of gutout3x3 and one of gutout6x6", Gutout, "both"),
+    "greedy3x3": StrategyEntry("the worst 3×3 mask, then the worst second one", Greedy),
+    "greedy6x6": StrategyEntry("the worst 6×6 mask, then the worst second one", Greedy, "6x6"),
+    "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", MultiSizeGreedy, "both"),
+    "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", Grid),
+    "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
+}
 
 
 def masking_strategy(
@@ -86,8 +85,9 @@ def masking_strategy(
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
-    ingredients = Ingredients(image_size, pair, generator, Searcher(engine or Engine()))
-    return Named(name, STRATEGIES[name].build(ingredients), image_size)
+    entry = STRATEGIES[name]
+    sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
+    return entry.kind(sets, generator, engine or Engine())
 
 
 def require_strategy(name: str) -> None:
@@ -98,108 +98,17 @@ def require_strategy(name: str) -> None:
         raise InputError(f"unknown masking strategy `{name}`; {hint}")
 
 
-@dataclass(frozen=True)
-class Ingredients:
-    """What a strategy can be made of."""
-
-    image_size: Size
-    masks: MaskPair
-    generator: torch.Generator
-    searcher: Searcher
+def training_masks(image_size: Size) -> MaskPair:
+    """The 3×3 and 6×6 sets of the 3% patch at this size: 100 and 69 pixels at 224, 12 and 8 at 28."""
+    threat = PatchThreat.square(image_size=image_size, percent=TRAINING_PERCENT)
+    return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
 
 
-@dataclass(frozen=True)
-class Named:
-    """A strategy of `STRATEGIES`: no memory, and images of one size."""
-
-    name: str
-    chooser: Any
-    image_size: Size
-
-    @property
-    def forwards(self) -> int:
-        """Extra forward passes per image."""
-        return self.chooser.forwards
-
-    @property
-    def backwards(self) -> int:
-        """Extra backward passes per image."""
-        return self.chooser.backwards
-
-    def __call__(
-        self,
-        classifier: Classifier,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        *,
-        indices: Int64[Tensor, " b"] | None = None,
-        epoch: int = 0,
-    ) -> Bool[Tensor, "copies b 1 h w"]:
-        size = tuple(images.shape[-2:])
-        if size != self.image_size:
-            raise InputError(f"the images are {size}, the strategy is for {self.image_size}")
-        classes = getattr(classifier, "num_classes", None)
-        if isinstance(classes, int):
-            require_classes(label_range(labels), classes)
-        return self.chooser(classifier, images, labels)
-
-
-@dataclass(frozen=True)
-class Both:
-    """The copies of two strategies together."""
-
-    strategies: tuple[Any, Any]
-
-    @property
-    def forwards(self) -> int:
-        return sum(strategy.forwards for strategy in self.strategies)
-
-    @property
-    def backwards(self) -> int:
-        return sum(strategy.backwards for strategy in self.strategies)
-
-    def __call__(
-        self, classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]
-    ) -> Bool[Tensor, "copies b 1 h w"]:
-        return torch.cat([strategy(classifier, images, labels) for strategy in self.strategies])
-
-
-@dataclass(frozen=True)
-class StrategyEntry:
-    """A strategy by name: what it does in words, and how it is built."""
-
-    words: str
-    build: Callable[[Ingredients], Any]
-
-
-def _random(masks: MaskSet, of: Ingredients) -> RandomMasks:
-    return RandomMasks(masks, of.generator)
-
-
-STRATEGIES: dict[str, StrategyEntry] = {
-    "none": StrategyEntry("the images as they are", lambda of: NoMasks(of.image_size)),
-    "cutout": StrategyEntry(
-        "two squares of 128/224 of the side, anywhere", lambda of: Cutout(of.image_size, of.generator)
-    ),
-    "rand3x3": StrategyEntry("two random 3×3 masks", lambda of: _random(of.masks[0], of)),
-    "rand6x6": StrategyEntry("two random 6×6 masks", lambda of: _random(of.masks[1], of)),
-    "rand": StrategyEntry(
-        "a copy of rand3x3 and one of rand6x6", lambda of: Both((_random(of.masks[0], of), _random(of.masks[1], of)))
-    ),
-    "gutout3x3": StrategyEntry("the two most salient 3×3 masks (Grad-CAM)", lambda of: Gutout(of.masks[0])),
-    "gutout6x6": StrategyEntry("the two most salient 6×6 masks (Grad-CAM)", lambda of: Gutout(of.masks[1])),
-    "gutout": StrategyEntry(
-        "a copy of gutout3x3 and one of gutout6x6", lambda of: Both((Gutout(of.masks[0]), Gutout(of.masks[1])))
-    ),
-    "greedy3x3": StrategyEntry(
-        "the worst 3×3 mask, then the worst second one", lambda of: Greedy(of.masks[0], of.searcher)
-    ),
-    "greedy6x6": StrategyEntry(
-        "the worst 6×6 mask, then the worst second one", lambda of: Greedy(of.masks[1], of.searcher)
-    ),
-    "greedy": StrategyEntry(
-        "multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", lambda of: MultiSizeGreedy(*of.masks, of.searcher)
-    ),
-    "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", lambda of: Grid(of.masks[0], of.searcher)),
-    "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", lambda of: Grid(of.masks[1], of.searcher)),
-}
+def checked(keep: Any, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "copies b 1 h w"]:
+    """What a strategy returned for these images, if it is a bool for each pixel of each copy."""
+    expected = len(images), 1, *images.shape[-2:]
+    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
+    if not right or not len(keep):
+        got = f"{keep.dtype} of {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+        raise InputError(f"a strategy must return booleans of shape (copies ≥ 1, {len(images)}, 1, h, w), not {got}")
+    return keep.to(images.device)
