@@ -41,7 +41,7 @@ NEEDS_GRADIO = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None,
     reason="NO GRADIO: pip install 'patchproof[explore]'",
 )
-command = importlib.import_module("patchproof.cli.explore")  # the package's `explore` is the function
+command = importlib.import_module("patchproof.cli.pages")
 name = ("shirt", "bag", "coat", "an alarm").__getitem__
 TAU = Measured(tau=0.0, tau_fp32=0.25)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,16 @@ def choose_device(name: str) -> torch.device:
     """The device asked for, if this machine has it; with several processes, each its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     rank = local_rank()
-    if name == "cuda" and rank is not None and torch.cuda.is_available():
-        name = f"cuda:{rank % torch.cuda.device_count()}"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda", "mps") or not re.fullmatch(r"\w+(:\d+)?", name):
+    if name == "cuda" and rank is not None and counts["cuda"]:
+        name = f"cuda:{rank % counts['cuda']}"
+    kind, _, index = name.partition(":")
+    if kind not in counts or not re.fullmatch(r"\w+(:\d+)?", name):
         raise InputError(f"--device must be cpu, cuda, cuda:1, mps or auto, not `{name}`")
-    device = torch.device(name)
-    if kind == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise InputError("--device mps: this machine has no MPS device; try --device cpu")
-    return device
+    if int(index or 0) >= counts[kind]:
+        raise InputError(f"--device {name}: this machine has {counts[kind]} {kind.upper()} devices; try --device cpu")
+    return torch.device(name)
 
 
 def open_classifier(
@@ -99,11 +95,9 @@ def choose_threat(
     return PatchThreat(size, tuple(sorted({patch for threat in threats for patch in threat.patch_sizes})))
 
 
-def build_defense(
-    settings: Any, classifier: ImageClassifier, threat: PatchThreat, *, engine: Engine | None = None
-) -> Any:
-    options = {f.name: getattr(settings, f.name) for f in fields(DEFENSES[settings.defense].options)}
-    return defense(settings.defense, classifier, threat, engine=engine or part(settings, Engine), **options)
+def build_defense(settings: Any, classifier: ImageClassifier, threat: PatchThreat) -> Any:
+    options = asdict(part(settings, DEFENSES[settings.defense].options))
+    return defense(settings.defense, classifier, threat, engine=part(settings, Engine), **options)
 
 
 def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource) -> Any:
@@ -114,18 +108,19 @@ def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource)
     return build_defense(settings, classifier, threat)
 
 
-def run_name(command: str, settings: CertifySettings, source: ImageSource, architecture: str) -> str:
-    """The default folder of a certification or an attack, below runs/."""
-    options = [
-        str(getattr(settings, f.name)) for f in fields(DEFENSES[settings.defense].options) if f.name == "per_axis"
-    ]
-    masks = "".join(f"-{count}x{count}" for count in options)
-    kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
-    space = "-native" if settings.threat_space == "native" else ""
-    limit = f"-{settings.limit}images" if settings.limit else ""
-    weights = Path(settings.weights or known_weights(architecture) or "").name
-    return safe_name(f"{command}-{source.name}-{architecture}-{weights}-{settings.patch}{masks}{kind}{space}{limit}")
-
-
-def safe_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._%-]+", "_", text)
+def run_folder(command: str, settings: Any, source: ImageSource, architecture: str) -> Path:
+    """--output, or below runs/ a name made of the settings."""
+    if settings.output is not None:
+        return Path(settings.output)
+    name = f"{command}-{source.name}-{architecture}-"
+    if command == "train":
+        limit = f"-first{settings.limit}" if settings.limit else ""
+        name += f"{settings.strategy}-seed{settings.seed}{limit}"
+    else:
+        weights = Path(settings.weights or known_weights(architecture) or "").name
+        masks = f"-{settings.per_axis}x{settings.per_axis}" if hasattr(settings, "per_axis") else ""
+        kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
+        space = "-native" if settings.threat_space == "native" else ""
+        limit = f"-{settings.limit}images" if settings.limit else ""
+        name += f"{weights}-{settings.patch}{masks}{kind}{space}{limit}"
+    return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rich.console
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from patchproof.geometry import PatchThreat, size_words
-from patchproof.runs import ACCURACIES, Rate, Record, Tally
+from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally
 
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
@@ -68,30 +67,26 @@ def threat_words(architecture: str, data: str, threat: PatchThreat, defense: Any
     )
 
 
-def results_table(results: Mapping[str, Any], *, title: str, names: Sequence[str] = ACCURACIES) -> Table:
-    """The accuracies of a results.json, each as k of n with its interval."""
-    meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
-    table = Table(title=escape(title), title_justify="left", header_style="bold")
-    table.add_column("accuracy")
-    for name in ("images", "rate", "95% interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of what", style="dim")
-    for name in names:
-        rate = Rate(results[name]["k"], results[name]["n"])
-        if rate.n:
-            style = "bold green" if name == "certified" else None
-            counts = f"{rate.k} of {rate.n}"
-            words = name.replace("_", " ")
-            table.add_row(words, counts, percent(rate.rate), interval_text(rate), meaning[name], style=style)
+def new_table(*columns: str, numbers: Sequence[str] = (), title: str | None = None, **options: Any) -> Table:
+    """An empty table; the columns that are `numbers` are right-aligned and never wrapped."""
+    table = Table(header_style="bold", title=escape(title) if title else None, title_justify="left", **options)
+    for name in columns:
+        number = name in numbers
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
 
 
-def two_columns(title: str, rows: Mapping[str, str], second: str = "what it is") -> Table:
-    table = Table(header_style="bold")
-    table.add_column(title)
-    table.add_column(second, overflow="fold")
-    for name, words in rows.items():
-        table.add_row(escape(name), escape(words))
+def results_table(results: Mapping[str, Any], *, title: str) -> Table:
+    """The accuracies of a results.json, each as k of n with its interval."""
+    meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
+    numbers = "images", "rate", "95% interval"
+    table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
+    for name in ATTACK_ACCURACIES if "broken" in results else ACCURACIES:
+        rate = Rate(results[name]["k"], results[name]["n"])
+        if rate.n:
+            style = "bold green" if name == "certified" else None
+            cells = name.replace("_", " "), f"{rate.k} of {rate.n}", percent(rate.rate), interval_text(rate)
+            table.add_row(*cells, f"[dim]{meaning[name]}[/]", style=style)
     return table
 
 
@@ -162,9 +157,3 @@ class TrainingBar(Bar):
             f"{self.images / elapsed:.0f} images/s · search {100 * self.search / elapsed:.0f}% of the time"
         )
         self.at(report.step, words)
-
-
-@contextmanager
-def showing(bar: Bar) -> Iterator[None]:
-    with bar.progress:
-        yield

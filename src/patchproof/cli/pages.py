@@ -1,17 +1,42 @@
-"""`patchproof explore`: single images of a run, or of one's own, in the browser."""
+"""`patchproof report` and `patchproof explore`: runs and single images in the browser."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from rich.markup import escape
 
-from patchproof.cli._settings import ExploreSettings
+from patchproof.cli._settings import ExploreSettings, ReportSettings, part
 from patchproof.cli._setup import choose_device
 from patchproof.cli._show import Console
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def report(runs: list[Path], settings: ReportSettings) -> int:
+    """Show one run in depth or several side by side: an HTML page without network, SVG and PNG, tables.
+
+    Parameters
+    ----------
+    runs
+        Folders of `certify`, `attack` and `train` runs; they are read, not changed.
+    """
+    from patchproof.report import Options, build_report, notice_groups
+
+    console = Console(soft_wrap=True, highlight=False)
+    made = build_report(runs, part(settings, Options))
+    folders = sorted({str(run.resolve()) for run in runs})
+    digest = hashlib.sha256("\n".join(folders).encode("utf-8", "surrogateescape")).hexdigest()
+    several = Path("runs") / f"report-{len(folders)}-runs-{digest[:8]}"  # the same runs get the same folder again
+    page = made.write(settings.output or (several if len(folders) > 1 else runs[0] / "report"))
+    for names, texts in notice_groups(made.notices).items():
+        for text in texts:
+            console.print(f"[yellow]note:[/] {escape(f'{names}: {text}' if names else text)}")
+    console.print(f"report: {escape(str(page))}")
+    return 0
 
 
 def explore(place: Path, settings: ExploreSettings) -> int:
@@ -51,7 +76,5 @@ def explore(place: Path, settings: ExploreSettings) -> int:
 
 
 def wait_for_ctrl_c() -> None:
-    try:
+    with suppress(KeyboardInterrupt):
         threading.Event().wait()
-    except KeyboardInterrupt:
-        return
