@@ -23,18 +23,11 @@ from patchproof.cli._settings import (
     PredictSettings,
     ThreatSettings,
     TrainSettings,
+    chosen,
     part,
     with_defense,
 )
-from patchproof.cli._setup import (
-    build_defense,
-    choose_device,
-    choose_threat,
-    open_classifier,
-    open_defense,
-    open_source,
-    run_folder,
-)
+from patchproof.cli._setup import build_defense, choose_device, open_classifier, open_defense, open_source, run_folder
 from patchproof.cli._show import Console, RunBar, TrainingBar, new_table, percent, results_table, threat_words, visible
 from patchproof.cli._sources import in_flags, resolved
 from patchproof.data import ImageSource, open_dataset
@@ -101,23 +94,19 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         plan = (part(settings, AttackPlan),) if command == "attack" else ()
         source = open_source(settings)
         defense = open_defense(settings, source)
-        architecture = defense.classifier.architecture
         call: Any = runs.attack if plan else runs.certify
         results = call(
             defense,
             source,
             *plan,
-            folder=run_folder(command, settings, source, architecture),
-            resume=settings.resume,
-            limit=settings.limit,
-            workers=settings.workers,
-            skip_bad=settings.skip_bad,
+            folder=run_folder(command, settings, source, defense.classifier.architecture),
             config=resolved(settings),
             executor=executor,
             on_start=bar.start,
             on_record=bar.add,
+            **chosen(settings, "resume", "limit", "workers", "skip_bad"),
         )
-    return results, threat_words(architecture, source.name, defense.threat, defense)
+    return results, threat_words(source.name, defense)
 
 
 def predict(images: list[Path], settings: PredictSettings) -> int:
@@ -166,8 +155,7 @@ def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:
     @cache
     def defense(low_resolution: bool, native: tuple[Size, ...]) -> Any:
         nonlocal engine
-        threat = choose_threat(settings, classifier, low_resolution=low_resolution, native=native)
-        built = build_defense(settings, classifier, threat)
+        built = build_defense(settings, classifier, low_resolution=low_resolution, native=native)
         if engine is None:
             engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
         return built.with_engine(engine)
@@ -228,7 +216,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     plan: Plan = part(settings, Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)
     source, held_out = open_sources(settings)
-    classifier = open_classifier(settings, num_classes=len(source.class_names), class_names=source.class_names)
+    classifier = open_classifier(settings, source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     folder = run_folder("train", settings, source, classifier.architecture)
@@ -256,17 +244,12 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
             plan,
             validation=held_out,
             folder=folder,
-            resume=settings.resume,
+            config=resolved(settings),
+            accelerator=accelerator,
             on_start=started,
             on_step=stepped,
             on_epoch=finished,
-            limit=settings.limit,
-            workers=settings.workers,
-            skip_bad=settings.skip_bad,
-            keep_decoded=settings.keep_decoded,
-            checkpoint_minutes=settings.checkpoint_minutes,
-            accelerator=accelerator,
-            config=resolved(settings),
+            **chosen(settings, "resume", "limit", "workers", "skip_bad", "keep_decoded", "checkpoint_minutes"),
         )
     return folder, found.results, accelerator.is_main_process
 
@@ -296,9 +279,9 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
     """Every patch and mask set of the recipe's row, with the paper's number beside ours."""
     kind = with_defense(CertifySettings, "patchcleanser")
     shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)}
-    common = {name: getattr(settings, name) for name in shared - {"batch_size", "compile", "model", "split", "config"}}
+    common = chosen(settings, *(shared - {"batch_size", "compile", "model", "split", "config"}))
     for expected in find_recipe(str(settings.recipe)).expectations:
-        chosen = common | {
+        values = common | {
             "weights": str(folder / "checkpoint-last"),
             "dataset": settings.validation or settings.dataset,
             "patch": expected.patch,
@@ -307,7 +290,7 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             "resume": True,
         }
         bar = RunBar(Console(stderr=True), "certify")
-        results, title = certified("certify", kind(**chosen), bar, runs.InProcess())  # the other processes have left
+        results, title = certified("certify", kind(**values), bar, runs.InProcess())  # the other processes have left
         console.print(results_table(results.content, title=title))
         clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
         console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

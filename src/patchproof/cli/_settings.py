@@ -205,7 +205,12 @@ def with_defense(kind: Any, name: str) -> Any:
 
 def part(settings: Any, kind: type[Any]) -> Any:
     """The part of the settings that is a `kind` of the library."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})
+    return kind(**chosen(settings, *(f.name for f in fields(kind))))
+
+
+def chosen(settings: Any, *names: str) -> dict[str, Any]:
+    """These settings as keyword arguments of the same names."""
+    return {name: getattr(settings, name) for name in names}
 
 
 SETTINGS: dict[str, type[Any]] = {

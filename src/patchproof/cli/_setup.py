@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def open_classifier(
-    settings: ModelSettings, *, num_classes: int | None = None, class_names: Sequence[str] | None = None
-) -> ImageClassifier:
+def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> ImageClassifier:
     """The classifier of --model and --weights, on --device, at --image-size if given; random weights get these classes.
 
     Weights are never random unless asked for.
@@ -60,15 +58,9 @@ def open_classifier(
         raise InputError(
             f"{model} has no weights of its own: give --weights a checkpoint folder or file, or `random` if you mean it"
         )
-    fresh = weights == "random"
-    classifier = load_classifier(
-        model,
-        weights,
-        num_classes=num_classes if fresh else None,
-        class_names=class_names if fresh else None,
-        input_size=parse_size(settings.image_size) if settings.image_size else None,
-        seed=settings.seed,
-    )
+    names = class_names if weights == "random" else None
+    size = parse_size(settings.image_size) if settings.image_size else None
+    classifier = load_classifier(model, weights, class_names=names, input_size=size, seed=settings.seed)
     return classifier.to(device).to(memory_format=torch.channels_last)
 
 
@@ -78,34 +70,33 @@ def open_source(settings: DataSettings) -> ImageSource:
     return open_dataset(settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download)
 
 
-def choose_threat(
-    settings: Any, classifier: ImageClassifier, *, low_resolution: bool, native: Sequence[Size]
-) -> PatchThreat:
-    """𝓡 at the network input: as given, or as the footprint of a patch on images of the `native` sizes."""
+def build_defense(
+    settings: Any, classifier: ImageClassifier, *, low_resolution: bool, native: Collection[Size] = ()
+) -> Any:
+    """The defence against 𝓡 at the network input: as given, or as the footprint of a patch on images of the `native`
+    sizes."""
     size = classifier.input_size
     if settings.threat_space == "input":
-        return PatchThreat(size, parse_patches(settings.patch, size))
-    if not native:
+        patches = parse_patches(settings.patch, size)
+    elif not native:
         raise InputError("no image can be read, so there is no native size to measure the patch on")
-    preprocessing = preprocessing_for(classifier, low_resolution, size)
-    threats = [
-        native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=preprocessing)
-        for n in sorted(native)
-    ]
-    return PatchThreat(size, tuple(sorted({patch for threat in threats for patch in threat.patch_sizes})))
-
-
-def build_defense(settings: Any, classifier: ImageClassifier, threat: PatchThreat) -> Any:
+    else:
+        how = preprocessing_for(classifier, low_resolution, size)
+        threats = [
+            native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+            for n in sorted(native)
+        ]
+        patches = tuple(sorted({patch for threat in threats for patch in threat.patch_sizes}))
     options = asdict(part(settings, DEFENSES[settings.defense].options))
-    return defense(settings.defense, classifier, threat, engine=part(settings, Engine), **options)
+    threat, engine = PatchThreat(size, patches), part(settings, Engine)
+    return defense(settings.defense, classifier, threat, engine=engine, **options)
 
 
 def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource) -> Any:
     """The defended classifier of a certification or an attack."""
-    classifier = open_classifier(settings, num_classes=len(source.class_names), class_names=source.class_names)
-    native = source.native_sizes() if settings.threat_space == "native" else set()
-    threat = choose_threat(settings, classifier, low_resolution=source.low_resolution, native=sorted(native))
-    return build_defense(settings, classifier, threat)
+    classifier = open_classifier(settings, source.class_names)
+    native = source.native_sizes() if settings.threat_space == "native" else ()
+    return build_defense(settings, classifier, low_resolution=source.low_resolution, native=native)
 
 
 def run_folder(command: str, settings: Any, source: ImageSource, architecture: str) -> Path:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from patchproof.geometry import PatchThreat, size_words
+from patchproof.geometry import size_words
 from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally
 
 if TYPE_CHECKING:
@@ -57,13 +57,12 @@ def interval_text(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
-def threat_words(architecture: str, data: str, threat: PatchThreat, defense: Any) -> str:
-    height, width = threat.image_size
+def threat_words(data: str, defense: Any) -> str:
     masks = getattr(defense, "masks", None)
     words = "" if masks is None else f", {len(masks.axes[0])}×{len(masks.axes[1])} masks"
     return (
-        f"{architecture} on {data}, {defense.name} ({defense.guarantee}): one patch of "
-        f"{size_words(*threat.patch_sizes)} pixels anywhere on {height}×{width}{words}"
+        f"{defense.classifier.architecture} on {data}, {defense.name} ({defense.guarantee}): one patch of "
+        f"{size_words(*defense.threat.patch_sizes)} pixels anywhere on {size_words(defense.threat.image_size)}{words}"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from patchproof.cli._settings import ExploreSettings, ReportSettings, part
+from patchproof.cli._settings import ExploreSettings, ReportSettings, chosen, part
 from patchproof.cli._setup import choose_device
 from patchproof.cli._show import Console
 
@@ -51,17 +51,8 @@ def explore(place: Path, settings: ExploreSettings) -> int:
 
     require_gradio()
     console = Console(soft_wrap=True, highlight=False)
-    explorer = open_explorer(
-        place,
-        device=choose_device(settings.device),
-        patch=settings.patch,
-        per_axis=settings.per_axis,
-        model=settings.model,
-        weights=settings.weights,
-        dataset=settings.dataset,
-        data_dir=settings.data_dir,
-        split=settings.split,
-    )
+    named = chosen(settings, "patch", "per_axis", "model", "weights", "dataset", "data_dir", "split")
+    explorer = open_explorer(place, device=choose_device(settings.device), **named)
     for text in explorer.notices:
         console.print(f"[yellow]note:[/] {escape(text)}")
     if settings.host not in LOOPBACK:

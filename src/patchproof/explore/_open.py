@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 
+from patchproof import models
 from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
-from patchproof.models import (
-    ImageClassifier,
-    checkpoint_architecture,
-    load_classifier,
-    match_labels,
-    settled,
-    weights_sha256,
-)
+from patchproof.models import checkpoint_architecture, load_classifier
 from patchproof.runs import Record, StoredCertification, find_images, preprocessing_for, read_run, stored_defense
 from patchproof.runs._reading import CHECKPOINTS, class_words, find_weights
 from patchproof.types import CheckError, InputError, PatchproofError
@@ -43,7 +37,7 @@ def open_explorer(
     `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of 3%, and shows
     the images of `dataset` and `split`, or those that its training was validated on.
     """
-    run = None if (settled(place) / "classifier.json").is_file() else read_run(place)
+    run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
         built, notices, source = stored_defense(run, classifier), [*run.notices], find_images(run, dataset, data_dir)
@@ -69,34 +63,32 @@ def open_explorer(
     if isinstance(source, str):
         preprocessing = preprocessing_for(classifier, False, threat.image_size)
         return Explorer(built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(source,))
-    classes = match_labels(source.class_names, classifier)
+    classes = models.match_labels(source.class_names, classifier)
     records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
     preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
     return Explorer(built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records)
 
 
-def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> ImageClassifier:
+def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> models.ImageClassifier:
     """The classifier whose weights have the sha256 of the manifest."""
     wanted, tried = run.weights_sha256, []
     if wanted is None or run.image_size is None or not run.patch_sizes:
         raise CheckError(f"{run.folder} does not say which weights, patch and image size it certified")
     recorded = str(run.config.get("model") or run.architecture)
-    if (
-        model is None and ":" in recorded
-    ):  # code, which only the user may name, not a folder that anybody may have written
+    if model is None and ":" in recorded:  # only the user may name code to run, not a folder that anybody wrote
         raise InputError(f"{run.folder} certified the factory {recorded}; give it as the model to have its code run")
-    places = [str(place) for place, _ in find_weights(run) if place.exists()]
     seed = run.config.get("seed")
-    for name in [weights] if weights else dict.fromkeys([*places, *([run.weights] if run.weights else [])]):
+    options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
+    places = [str(place) for place, _ in find_weights(run) if place.exists()]
+    for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
         classes = len(run.class_names) or None if name == "random" else None
         try:
             architecture = model or checkpoint_architecture(Path(name)) or recorded
-            options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
             classifier = load_classifier(architecture, name, num_classes=classes, **options)
         except PatchproofError as error:
             tried.append(str(error))
             continue
-        found = weights_sha256(classifier)
+        found = models.weights_sha256(classifier)
         if found == wanted:
             return classifier
         tried.append(f"{name} has the sha256 {str(found)[:12]}…")
