@@ -93,9 +93,8 @@ class Bar:
     """How far, how long, how much longer, and what has been found so far; without a terminal, a line now and then."""
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
-        self.console, self.shown = console, shown
-        self.last_line = time.monotonic()
-        self.total = 0
+        self.console, self.in_lines = console, shown and not console.is_terminal
+        self.last_line, self.total = time.monotonic(), 0
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -115,8 +114,7 @@ class Bar:
 
     def at(self, done: int, words: str) -> None:
         self.progress.update(self.task, completed=done, words=words)
-        quiet = self.console.is_terminal or not self.shown
-        if not quiet and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+        if self.in_lines and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
             self.console.print(f"{done}/{self.total}  {words}", highlight=False)
             self.last_line = time.monotonic()
 

@@ -99,14 +99,15 @@ def runs_table(root: Path) -> Table:
 
 
 def _run_row(folder: Path) -> list[str]:
+    nothing = [""] * (len(ACCURACIES) + 2)
     try:
         run = read_run(folder)
     except PatchproofError as error:
-        return ["", "", "", "", "", f"damaged: {escape(str(error))}"]
+        return [*nothing, f"damaged: {escape(str(error))}"]
     if isinstance(run, StoredTraining):
         best = run.best
         if best is None:
-            return ["", "", "", "", "", "training stopped"]
+            return [*nothing, "training stopped"]
         rates = percent(best.undefended.rate), "", percent(best.certified.rate)
         return [str(best.certified.n), *rates, interval_text(best.certified), "trained (validation)"]
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
