@@ -21,7 +21,7 @@ from patchproof.explore._findings import Cell, Finding, Rounds, record_words, st
 from patchproof.geometry import MaskSet, Rect, size_words
 from patchproof.masking import Evaluator, Measured, as_images, fill_colour, occlude
 from patchproof.runs import Record, measure_on_generated
-from patchproof.types import CheckError, InputError, Preprocessing, Size
+from patchproof.types import InputError, Preprocessing, Size
 
 UPLOAD_LIMIT = 20 * 1024**2
 """Larger files are refused unread, in bytes."""
@@ -144,10 +144,7 @@ class Explorer:
         """The network input of an image on offer, in 8 bits."""
         if self.source is None:
             raise InputError("no images are on offer; drop in one of your own")
-        path = self.source.path(record.index)
-        if path != record.path:
-            raise CheckError(f"image {record.index} is {path}, the record is about {record.path}")
-        return self._network_input(self.source.load(record.index), path)
+        return self._network_input(self.source.load(record.index), record.path)
 
     def _network_input(self, image: Image.Image | Tensor, name: str) -> UInt8[Tensor, "3 h w"]:
         pixels = preprocess(image, self.preprocessing)

@@ -40,15 +40,20 @@ def open_explorer(
     run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
-        built, notices, source = stored_defense(run, classifier), [*run.notices], find_images(run, dataset, data_dir)
+        built, notices = stored_defense(run, classifier), list(run.notices)
         if patch is not None or per_axis is not None:
-            built = _changed(built, patch, per_axis)
+            if not isinstance(built, MaskedDefense):
+                raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
+            size = built.threat.image_size
+            threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
+            masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
+            built = replace(built, masks=masks, threat=threat)
             notices.append(f"records are about the run's own patch of {run.patch_words} and {run.masks_words}")
         preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
-        about = f"{run.architecture} on {run.dataset}"
-        if isinstance(source, str):
-            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, source))
-        return Explorer(built, preprocessing, about, run.class_names, source, run.good, tuple(notices))
+        about, images = f"{run.architecture} on {run.dataset}", find_images(run, dataset, data_dir)
+        if isinstance(images, str):  # why they are not found
+            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, images))
+        return Explorer(built, preprocessing, about, run.class_names, images, run.good, tuple(notices))
     checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
     if run and checkpoint == place:
         raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
@@ -96,16 +101,6 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
         f"the weights with the sha256 {wanted[:12]}… that {run.folder} certified are not found "
         f"({'; '.join(tried) or 'it names none'}); give the right ones, or explore a checkpoint by itself"
     )
-
-
-def _changed(built: Any, patch: str | None, per_axis: int | None) -> Any:
-    """The defence against another patch, or with other masks."""
-    if not isinstance(built, MaskedDefense):
-        raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
-    size = built.threat.image_size
-    threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
-    masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
-    return replace(built, masks=masks, threat=threat)
 
 
 def _images_of(checkpoint: Path, dataset: str | None, data_dir: Path | None, split: str | None) -> ImageSource | str:
