@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 import patchproof as pp
-from patchproof.cli import _runs, run
+from patchproof import runs
+from patchproof.cli import run
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
 from patchproof.types import Preprocessing
@@ -381,8 +382,8 @@ def test_predict_names_what_it_cannot_read_and_no_answer_depends_on_other_files(
 def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, checkpoint, monkeypatch, capsys, tmp_path):
     options = ("--defense", "alarm", "--masks", 2, "--patch", "2px", "--precision", "bf16", "--limit", 6)
     assert certify("--dataset", photos, "--weights", checkpoint, *options, "--output", "r") == 0
-    given, real = [], _runs.run_predict
-    monkeypatch.setattr(_runs, "run_predict", lambda *a, **k: (given.append(a[0]), real(*a, **k))[1])
+    given, real = [], runs.predict
+    monkeypatch.setattr(runs, "predict", lambda *a, **k: (given.append(a[0]), real(*a, **k))[1])
     monkeypatch.setattr("patchproof.runs._measure._measured", lambda *_: pytest.fail("τ is measured"))
     assert predict(photos, "--weights", checkpoint, "--like", "r") == 0
     assert "the size that r certified" in " ".join(capsys.readouterr().out.split())

@@ -29,9 +29,8 @@ from patchproof.explore import Explorer, open_explorer
 from patchproof.explore import _draw as draw
 from patchproof.explore import _explorer as explorer_module
 from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, noise, paste
-from patchproof.explore._findings import Finding, Rounds, SecondRound, study, watch
+from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, meaning, study, verdict, watch
 from patchproof.explore._page import ExplorerPage
-from patchproof.explore._words import explain, meaning, verdict
 from patchproof.masking import Evaluator, Measured
 from patchproof.models import save_checkpoint, sealed
 from small_model import fitted_checkpoint, fitted_classifier
@@ -41,7 +40,7 @@ NEEDS_GRADIO = pytest.mark.skipif(
     importlib.util.find_spec("gradio") is None,
     reason="NO GRADIO: pip install 'patchproof[explore]'",
 )
-command = importlib.import_module("patchproof.cli.explore")  # the package's `explore` is the function
+command = importlib.import_module("patchproof.cli.pages")
 name = ("shirt", "bag", "coat", "an alarm").__getitem__
 TAU = Measured(tau=0.0, tau_fp32=0.25)
 

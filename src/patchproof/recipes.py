@@ -27,7 +27,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "vit": Architecture("vit_base_patch16_224", "augreg_in21k_ft_in1k", 0.001),
     "convnext": Architecture("convnext_tiny", "fb_in22k_ft_in1k", 0.001),
 }
-IMAGENET_BATCH, BATCH = 128, 64
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,6 @@ class Recipe:
     def name(self) -> str:
         return f"{self.dataset}-{self.architecture}-{self.strategy}"
 
-    @property
-    def batch_size(self) -> int:
-        return IMAGENET_BATCH if self.dataset == "imagenet" else BATCH
-
     def settings(self) -> dict[str, object]:
         """What `patchproof train` is told."""
         network = ARCHITECTURES[self.architecture]
@@ -67,31 +62,23 @@ class Recipe:
             "dataset": self.dataset,
             "strategy": self.strategy,
             "learning_rate": network.learning_rate,
-            "batch_size": str(self.batch_size),
+            "batch_size": "128" if self.dataset == "imagenet" else "64",
         }
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All of them, derived from the table of the paper's numbers."""
+    text = files("patchproof").joinpath("embedded/paper_tables.csv").read_text("utf-8")
     cells: dict[tuple[str, str, str], dict[tuple[str, int], Expectation]] = {}
-    for row in _rows():
-        key = row["dataset"], row["architecture"], row["strategy"]
-        found = _expectation(row)
+    for row in csv.DictReader(text.splitlines()):
+        key, patch, masks = (row["dataset"], row["architecture"], row["strategy"]), row["patch"], int(row["masks"])
+        defended = float(row["defended"]) if row["defended"] else None
+        found = Expectation(row["table"], patch, masks, defended, float(row["certified"]))
         # A cell that two tables print is the one with the clean accuracy beside it; they agree on the other number.
-        cells.setdefault(key, {}).setdefault((found.patch, found.masks), found)
+        cells.setdefault(key, {}).setdefault((patch, masks), found)
     made = [Recipe(*key, tuple(cells[key].values())) for key in sorted(cells)]
     return {recipe.name: recipe for recipe in made}
-
-
-def _rows() -> list[dict[str, str]]:
-    text = files("patchproof").joinpath("embedded/paper_tables.csv").read_text("utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-def _expectation(row: Mapping[str, str]) -> Expectation:
-    defended = float(row["defended"]) if row["defended"] else None
-    return Expectation(row["table"], row["patch"], int(row["masks"]), defended, float(row["certified"]))
 
 
 def find_recipe(name: str) -> Recipe:

@@ -10,6 +10,7 @@ import sys
 import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -26,25 +27,13 @@ from patchproof.cli._sources import find_flag, in_flags, known_settings, read_co
 from patchproof.cli.bench import bench
 from patchproof.cli.demo import demo
 from patchproof.cli.doctor import doctor
-from patchproof.cli.explore import explore
 from patchproof.cli.ls import ls
-from patchproof.cli.report import report
+from patchproof.cli.pages import explore, report
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
-COMMANDS: tuple[Callable[..., int], ...] = (
-    demo,
-    _runs.train,
-    _runs.certify,
-    _runs.attack,
-    _runs.predict,
-    report,
-    explore,
-    bench,
-    ls,
-    doctor,
-)
+COMMANDS = (demo, _runs.train, _runs.certify, _runs.attack, _runs.predict, report, explore, bench, ls, doctor)
 
 
 def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
@@ -68,60 +57,54 @@ def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
 
 def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     """The command with its settings as flags; what comes before them are its arguments."""
-    *arguments, _ = inspect.signature(command).parameters.values()
-    hints = typing.get_type_hints(command)
-    flags: Any = Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
     kind.__init__.__annotations__ = typing.get_type_hints(kind)  # fields come from modules with names of their own
+    signature = inspect.signature(command, eval_str=True)
+    *places, last = signature.parameters.values()
+    places = [place.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for place in places]
+    flags = Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
+    last = last.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=kind(), annotation=flags)
 
-    default = kind()
-
-    def call(*values: Any, settings: Any = default) -> int:
+    @wraps(command)
+    def call(*values: Any, settings: Any = last.default) -> int:
         return command(*values, settings)
 
-    places = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY, annotation=hints[p.name]) for p in arguments]
-    last = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=flags)
-    call.__signature__ = inspect.Signature([*places, last])  # type: ignore[attr-defined]
-    call.__annotations__ = {**{p.name: hints[p.name] for p in arguments}, "settings": flags}
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = signature.replace(parameters=[*places, last])  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*places, last)}
     return call
 
 
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage."""
-    kind: type[Any] | None = None
+    tokens, kind = list(tokens), None
     try:
-        kind, layers = _layers(list(tokens))
-        return _call(list(tokens), kind, layers) or 0
-    except CycloptsError as error:
-        return _complain(str(error), code=2)
-    except PatchproofError as error:
-        return _complain(in_flags(str(error), kind), code=2 if isinstance(error, InputError) else 1)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") != "0":
-            return 1  # one of several processes: the main one speaks
-        _hear_no_more()
-        return _complain("stopped; what was finished is on disk, continue with --resume", code=1)
-    except torch.OutOfMemoryError:
-        return _complain("out of memory on the device; choose a smaller --batch-size", code=1)
-    except BrokenPipeError:
-        return 1
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return _complain(
-            f"{error.strerror or error}{where}; what was finished is on disk, a run goes on with --resume", code=1
-        )
-
-
-def _call(tokens: list[str], kind: type[Any] | None, layers: Sequence[Dict]) -> int | None:
-    app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})
-    app.config = tuple(layers)
-    try:
+        kind, layers = _layers(tokens)
+        app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})
+        app.config = tuple(layers)
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
-    except Exception as error:
-        if _stop_asked.is_set():  # the interrupt was lost inside a library, and came out of it as this
-            raise KeyboardInterrupt from error
-        raise
-    return result if isinstance(result, int) else None
+        return result if isinstance(result, int) else 0
+    except (Exception, KeyboardInterrupt) as error:
+        # A library may have lost the interrupt and raised something else for it.
+        interrupted = _stop_asked.is_set() or isinstance(error, KeyboardInterrupt)
+        if isinstance(error, BrokenPipeError) or (interrupted and os.environ.get("RANK", "0") != "0"):
+            return 1  # nobody listens, or the main one of several processes speaks
+        code, message = 1, str(error)
+        if interrupted:
+            _hear_no_more()
+            message = "stopped; what was finished is on disk, continue with --resume"
+        elif isinstance(error, CycloptsError):
+            code = 2
+        elif isinstance(error, PatchproofError):
+            code, message = 2 if isinstance(error, InputError) else 1, in_flags(message, kind)
+        elif isinstance(error, torch.OutOfMemoryError):
+            message = "out of memory on the device; choose a smaller --batch-size"
+        elif isinstance(error, OSError):
+            what = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+            message = f"{what}; what was finished is on disk, a run goes on with --resume"
+        else:
+            raise
+    one_line = escape(" ".join(message.split()))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {one_line}")
+    return code
 
 
 def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
@@ -140,12 +123,6 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
         settings = find_recipe(str(recipe)).settings()
         layers.append(Dict(settings, use_commands_as_keys=False, source=f"recipe {recipe}"))
     return kind, layers
-
-
-def _complain(message: str, *, code: int) -> int:
-    one_line = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {escape(one_line)}")
-    return code
 
 
 def main() -> None:

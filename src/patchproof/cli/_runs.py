@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
+from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._settings import (
     AttackSettings,
@@ -21,53 +23,18 @@ from patchproof.cli._settings import (
     PredictSettings,
     ThreatSettings,
     TrainSettings,
+    chosen,
     part,
     with_defense,
 )
-from patchproof.cli._setup import (
-    build_defense,
-    choose_device,
-    choose_threat,
-    open_classifier,
-    open_defense,
-    open_source,
-    run_name,
-    safe_name,
-)
-from patchproof.cli._show import (
-    Console,
-    RunBar,
-    TrainingBar,
-    percent,
-    results_table,
-    showing,
-    threat_words,
-    visible,
-)
+from patchproof.cli._setup import build_defense, choose_device, open_classifier, open_defense, open_source, run_folder
+from patchproof.cli._show import Console, RunBar, TrainingBar, new_table, percent, results_table, threat_words, visible
 from patchproof.cli._sources import in_flags, resolved
 from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
-from patchproof.masking import Measured
-from patchproof.models import ImageClassifier, match_labels, replace_head
+from patchproof.models import ImageClassifier, replace_head
 from patchproof.recipes import find_recipe
-from patchproof.runs import (
-    ATTACK_ACCURACIES,
-    InProcess,
-    Prediction,
-    StoredCertification,
-    Unusable,
-    defense_like,
-    image_files,
-    launched,
-    local_rank,
-    measure_on_generated,
-    read_run,
-)
-from patchproof.runs import attack as run_attack
-from patchproof.runs import certify as run_certify
-from patchproof.runs import predict as run_predict
-from patchproof.runs import train as run_train
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import InputError, PatchproofError, Size
@@ -83,94 +50,88 @@ PROMISE = (
 
 def certify(settings: CertifySettings) -> int:
     """Count the images that provably keep their label under any patch, and write one record for each."""
-    return _evaluated("certify", settings)
+    return evaluate("certify", settings)
 
 
 def attack(settings: AttackSettings) -> int:
     """Certify images and attack them with patches: accuracy under attack beside the provable one."""
-    return _evaluated("attack", settings)
+    return evaluate("attack", settings)
 
 
-def _evaluated(command: str, settings: Any) -> int:
-    executor, bar = launched(), RunBar(Console(stderr=True), command, shown=not local_rank())
+def evaluate(command: str, settings: Any) -> int:
+    executor, bar = runs.launched(), RunBar(Console(stderr=True), command, shown=not runs.local_rank())
     try:
-        with showing(bar):
-            results, title = certified(command, settings, bar)
+        results, title = certified(command, settings, bar)
     except PatchproofError:
         if executor.rank:
             time.sleep(SECONDS_FOR_MAIN)
         raise
     if executor.rank:
         return 0
-    return show_results(results, title)
-
-
-def certified(command: str, settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
-    """The results of a certification or an attack, and what they are about."""
-    plan = part(settings, AttackPlan) if command == "attack" else None
-    source = open_source(settings)
-    defense = open_defense(settings, source)
-    architecture = defense.classifier.architecture
-    options: dict[str, Any] = {
-        "folder": settings.output or Path("runs") / run_name(command, settings, source, architecture),
-        "resume": settings.resume,
-        "limit": settings.limit,
-        "workers": settings.workers,
-        "skip_bad": settings.skip_bad,
-        "config": resolved(settings),
-        "executor": executor,
-        "on_start": bar.start,
-        "on_record": bar.add,
-    }
-    found = run_certify(defense, source, **options) if plan is None else run_attack(defense, source, plan, **options)
-    return found, threat_words(architecture, source.name, defense.threat, defense)
-
-
-def show_results(results: Any, title: str) -> int:
     stdout, content = Console(), results.content
-    attacked = "broken" in content
-    stdout.print(results_table(content, title=title, **({"names": ATTACK_ACCURACIES} if attacked else {})))
+    stdout.print(results_table(content, title=title))
     for reason in content["partial"]:
         stdout.print(f"[yellow]partial:[/] {escape(in_flags(reason, None))}")
     cost, redone = content["cost"], content["audit"]["redone"]
     again = f", {redone / max(1, cost['forwards']):.1%} of them to decide again in float32" if redone else ""
     stdout.print(f"{cost['forwards_per_image']:.1f} masked passes per image{again}, {cost['seconds']:.0f} s")
-    if attacked:
+    if command == "attack":
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
-    for index in content.get("broken", ()):
+    broken = content.get("broken", ())
+    for index in broken:
         Console(stderr=True).print(
             f"[bold red]broken:[/] image {index} is certified and a patch changes its answer; image, patch and label "
             f"tables are in {escape(str(results.folder / 'broken' / str(index)))}",
             soft_wrap=True,
         )
-    return 1 if content.get("broken") else 0
+    return 1 if broken else 0
+
+
+def certified(command: str, settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
+    """The results of a certification or an attack, and what they are about."""
+    with bar.progress:
+        plan = (part(settings, AttackPlan),) if command == "attack" else ()
+        source = open_source(settings)
+        defense = open_defense(settings, source)
+        call: Any = runs.attack if plan else runs.certify
+        results = call(
+            defense,
+            source,
+            *plan,
+            folder=run_folder(command, settings, source, defense.classifier.architecture),
+            config=resolved(settings),
+            executor=executor,
+            on_start=bar.start,
+            on_record=bar.add,
+            **chosen(settings, "resume", "limit", "workers", "skip_bad"),
+        )
+    return results, threat_words(source.name, defense)
 
 
 def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answer image files, or all images below folders, through a defence, and say which answers are certified."""
-    files = [file for path in images for file in image_files(path)]
+    files = [file for path in images for file in runs.image_files(path)]
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     defense = defense_for(settings, classifier)
-    good: list[Prediction] = []
+    good: list[runs.Prediction] = []
 
-    def show(answer: Prediction | Unusable) -> None:
-        if isinstance(answer, Unusable):
+    def show(answer: runs.Prediction | runs.Unusable) -> None:
+        if isinstance(answer, runs.Unusable):
             status.print(f"[red]cannot use[/] {escape(visible(answer.path))}: {escape(answer.reason)}", soft_wrap=True)
             return
         good.append(answer)
         bar.at(len(good), "")
         if settings.json:
             values = asdict(answer)
-            remarks = values.pop("remarks")
-            ordered = {"path": 0, "label": 0, "name": 0, **remarks} | values
-            Console().file.write(json.dumps(ordered, allow_nan=False) + "\n")
+            first = {name: values.pop(name) for name in ("path", "label", "name")}
+            sys.stdout.write(json.dumps(first | values.pop("remarks") | values, allow_nan=False) + "\n")
 
     bar = RunBar(status, "predict")
     bar.begin(0, len(files))
-    with showing(bar):
-        found = run_predict(defense, files, on_answer=show)
+    with bar.progress:
+        found = runs.predict(defense, files, on_answer=show)
     if found.misjudged:
         status.print(f"[yellow]note:[/] float32 answered {found.misjudged} images that {settings.precision} misjudged")
     if good and not settings.json:
@@ -182,65 +143,55 @@ def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
     if settings.like is not None:
-        run = read_run(settings.like)
-        if not isinstance(run, StoredCertification):
+        run = runs.read_run(settings.like)
+        if not isinstance(run, runs.StoredCertification):
             raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
-        own = (*(f.name for f in fields(ThreatSettings)), "precision", "compile", "per_axis")
-        for name in (name for name in own if getattr(settings, name, None) != getattr(type(settings), name, None)):
-            raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
-        return defense_like(run, classifier)
-    known: dict[tuple[bool, Size | None], Any] = {}
-    engine: Measured | None = None
+        for name in (*(f.name for f in fields(ThreatSettings)), "precision", "compile", "per_axis"):
+            if getattr(settings, name, None) != getattr(type(settings), name, None):
+                raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
+        return runs.defense_like(run, classifier)
+    engine = None
 
-    def of(size: Size) -> Any:
+    @cache
+    def defense(low_resolution: bool, native: tuple[Size, ...]) -> Any:
         nonlocal engine
-        native = settings.threat_space == "native"
-        kind = max(size) < 64, size if native else None
-        if kind not in known:
-            threat = choose_threat(settings, classifier, low_resolution=kind[0], native=[size])
-            built = build_defense(settings, classifier, threat)
-            if engine is None:
-                measured = measure_on_generated(built)
-                assert measured is not None
-                engine = measured[0]
-            known[kind] = built.with_engine(engine)
-        return known[kind]
+        built = build_defense(settings, classifier, low_resolution=low_resolution, native=native)
+        if engine is None:
+            engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
+        return built.with_engine(engine)
 
-    return of
+    return lambda size: defense(max(size) < 64, (size,) if settings.threat_space == "native" else ())
 
 
-def show_predictions(answers: Sequence[Prediction], settings: PredictSettings, classifier: ImageClassifier) -> None:
-    console, table = Console(), Table(header_style="bold")
-    remarks = list(answers[0].remarks)
-    for column in ("image", "answer", *remarks, "certified", "margin", "passes"):
-        table.add_column(column, justify="right" if column in ("margin", "passes") else "left", overflow="fold")
+def show_predictions(
+    answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: ImageClassifier
+) -> None:
+    console, remarks = Console(), list(answers[0].remarks)
+    table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
     for found in answers:
         certified = "[bold green]yes[/]" if found.certified else "no"
         margin = "–" if found.margin is None else f"{found.margin:.3f}"
-        said = [
-            "yes" if found.remarks[name] is True else "no" if found.remarks[name] is False else str(found.remarks[name])
-            for name in remarks
-        ]
+        values = [found.remarks[name] for name in remarks]
+        said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
         table.add_row(escape(visible(found.path)), escape(found.name), *said, certified, margin, str(found.forwards))
     console.print(table)
-    run: Any = None if settings.like is None else read_run(settings.like)
-    if run is not None:
-        patch = f"the size that {settings.like} certified ({run.patch_words})"
+    guarantee = DEFENSES[settings.defense].kind.guarantee
+    if settings.like is not None:
+        run: Any = runs.read_run(settings.like)
+        guarantee, patch = run.guarantee, f"the size that {settings.like} certified ({run.patch_words})"
     elif settings.threat_space == "native":
         patch = f"{settings.patch} (of the original image)"
     else:
         height, width = classifier.input_size
         sizes = size_words(*parse_patches(settings.patch, classifier.input_size))
         patch = f"{sizes} pixels (of the {height}×{width} network input that this image is resized to)"
-    guarantee = DEFENSES[settings.defense].kind.guarantee if run is None else run.guarantee
     stays = "stays the same" if guarantee == "recovery" else "stays the same or becomes an alarm"
     console.print(PROMISE.format(patch=patch, stays=stays), style="dim")
 
 
 def train(settings: TrainSettings) -> int:
     """Fine-tune on masked copies, validate and save after each epoch; a killed run goes on with --resume."""
-    console, stderr = Console(), Console(stderr=True)
-    folder, results, main = trained(settings, stderr)
+    console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
     if main:
         best = results["best"]
         console.print(
@@ -265,20 +216,15 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     plan: Plan = part(settings, Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)
     source, held_out = open_sources(settings)
-    classifier = open_classifier(settings, num_classes=len(source.class_names), class_names=source.class_names)
+    classifier = open_classifier(settings, source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
-    match_labels(held_out.class_names, classifier)
-    limit = f"-first{settings.limit}" if settings.limit else ""
-    name = f"train-{source.name}-{classifier.architecture}-{settings.strategy}-seed{settings.seed}{limit}"
-    folder = settings.output or Path("runs") / safe_name(name)
-    main = accelerator.is_main_process
-    if tracker is not None:
-        accelerator.project_configuration.set_directories(str(folder))
-    bar = TrainingBar(console, "train", shown=main)
+    folder = run_folder("train", settings, source, classifier.architecture)
+    bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
     def started(trainer: Any) -> None:
         if tracker is not None:
+            accelerator.project_configuration.set_directories(str(folder))
             accelerator.init_trackers("tracking")
         bar.start(trainer)
 
@@ -289,44 +235,38 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     def finished(report: Any, epoch: Any) -> None:
         accelerator.log({f"validation/{k}": rate.rate for k, rate in epoch.rates.items()}, step=report.step)
         rates = ", ".join(f"{name} {percent(rate.rate)}" for name, rate in epoch.rates.items())
-        bar.progress.console.print(f"epoch {epoch.epoch}: loss {report.loss:.3f}, {rates}", highlight=False)
+        console.print(f"epoch {epoch.epoch}: loss {report.loss:.3f}, {rates}", highlight=False)
 
-    with showing(bar):
-        found = run_train(
+    with bar.progress:
+        found = runs.train(
             classifier,
             source,
             plan,
             validation=held_out,
             folder=folder,
-            resume=settings.resume,
+            config=resolved(settings),
+            accelerator=accelerator,
             on_start=started,
             on_step=stepped,
             on_epoch=finished,
-            limit=settings.limit,
-            workers=settings.workers,
-            skip_bad=settings.skip_bad,
-            keep_decoded=settings.keep_decoded,
-            checkpoint_minutes=settings.checkpoint_minutes,
-            accelerator=accelerator,
-            config=resolved(settings),
+            **chosen(settings, "resume", "limit", "workers", "skip_bad", "keep_decoded", "checkpoint_minutes"),
         )
-    return folder, found.results, main
+    return folder, found.results, accelerator.is_main_process
 
 
 def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource]:
     """The images to learn from and, never the same, those to validate on."""
     folder = Path(settings.dataset)
-    named = settings.split or settings.validation
-    if not named and folder.is_dir() and not (folder / "train").is_dir():
+    if not (settings.split or settings.validation) and folder.is_dir() and not (folder / "train").is_dir():
         raise InputError(
             f"{folder} has no folder `train`; if it holds the classes itself, name others with --validation FOLDER"
         )
     source = open_source(replace(settings, split=settings.split or (None if settings.validation else "train")))
     held_out = open_dataset(settings.validation) if settings.validation else open_source(replace(settings, split=None))
-    roots = [getattr(images, "root", None) for images in (source, held_out)]
+    here, there = (getattr(images, "root", None) for images in (source, held_out))
     same = (source.name, source.split) == (held_out.name, held_out.split)
-    if None not in roots:
-        same = Path(str(roots[0])).resolve() == Path(str(roots[1])).resolve()
+    if here is not None and there is not None:
+        same = Path(here).resolve() == Path(there).resolve()
     if same:
         raise InputError("the validation images are the training images; name others with --validation FOLDER")
     unknown = sorted(set(held_out.class_names) - set(source.class_names))
@@ -339,20 +279,18 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
     """Every patch and mask set of the recipe's row, with the paper's number beside ours."""
     kind = with_defense(CertifySettings, "patchcleanser")
     shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)}
-    common = {name: getattr(settings, name) for name in shared - {"batch_size", "compile", "model", "split", "config"}}
+    common = chosen(settings, *(shared - {"batch_size", "compile", "model", "split", "config"}))
     for expected in find_recipe(str(settings.recipe)).expectations:
-        output = folder / f"certify-{expected.patch}-{expected.masks}x{expected.masks}"
-        chosen = common | {
+        values = common | {
             "weights": str(folder / "checkpoint-last"),
             "dataset": settings.validation or settings.dataset,
             "patch": expected.patch,
             "per_axis": expected.masks,
-            "output": output,
+            "output": folder / f"certify-{expected.patch}-{expected.masks}x{expected.masks}",
             "resume": True,
         }
         bar = RunBar(Console(stderr=True), "certify")
-        with showing(bar):
-            results, title = certified("certify", kind(**chosen), bar, InProcess())  # the other processes have left
+        results, title = certified("certify", kind(**values), bar, runs.InProcess())  # the other processes have left
         console.print(results_table(results.content, title=title))
         clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
         console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

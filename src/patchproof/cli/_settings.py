@@ -96,8 +96,6 @@ class AttackSettings(AttackPlan, CertifySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings(FileSettings, Engine, ThreatSettings, ModelSettings):
-    """`patchproof predict`."""
-
     like: Path | None = None
     """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
     json: bool = False
@@ -127,8 +125,6 @@ class BenchSettings(FileSettings, DataSettings, Engine, ThreatSettings, ModelSet
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(FileSettings, OutputSettings, Plan, DataSettings, ModelSettings):
-    """`patchproof train`."""
-
     strategy: str = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
     recipe: str | None = None
@@ -145,8 +141,6 @@ class TrainSettings(FileSettings, OutputSettings, Plan, DataSettings, ModelSetti
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings(FileSettings):
-    """`patchproof demo`."""
-
     output: Path | None = None
     """Folder for everything the demo makes; default: runs/demo, or the next free number."""
     epochs: int = 3
@@ -161,8 +155,6 @@ class DemoSettings(FileSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(FileSettings):
-    """`patchproof report`."""
-
     output: Path | None = None
     """Folder of the report; default: `report` inside a single run, for several runs/report-… ."""
     dataset: str | None = None
@@ -177,8 +169,6 @@ class ReportSettings(FileSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreSettings(FileSettings):
-    """`patchproof explore`."""
-
     patch: str | None = None
     """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
     per_axis: int | None = None
@@ -215,7 +205,12 @@ def with_defense(kind: Any, name: str) -> Any:
 
 def part(settings: Any, kind: type[Any]) -> Any:
     """The part of the settings that is a `kind` of the library."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})
+    return kind(**chosen(settings, *(f.name for f in fields(kind))))
+
+
+def chosen(settings: Any, *names: str) -> dict[str, Any]:
+    """These settings as keyword arguments of the same names."""
+    return {name: getattr(settings, name) for name in names}
 
 
 SETTINGS: dict[str, type[Any]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,19 @@ def choose_device(name: str) -> torch.device:
     """The device asked for, if this machine has it; with several processes, each its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     rank = local_rank()
-    if name == "cuda" and rank is not None and torch.cuda.is_available():
-        name = f"cuda:{rank % torch.cuda.device_count()}"
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda", "mps") or not re.fullmatch(r"\w+(:\d+)?", name):
+    if name == "cuda" and rank is not None and counts["cuda"]:
+        name = f"cuda:{rank % counts['cuda']}"
+    kind, _, index = name.partition(":")
+    if kind not in counts or not re.fullmatch(r"\w+(:\d+)?", name):
         raise InputError(f"--device must be cpu, cuda, cuda:1, mps or auto, not `{name}`")
-    device = torch.device(name)
-    if kind == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; try --device cpu"
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise InputError("--device mps: this machine has no MPS device; try --device cpu")
-    return device
+    if int(index or 0) >= counts[kind]:
+        raise InputError(f"--device {name}: this machine has {counts[kind]} {kind.upper()} devices; try --device cpu")
+    return torch.device(name)
 
 
-def open_classifier(
-    settings: ModelSettings, *, num_classes: int | None = None, class_names: Sequence[str] | None = None
-) -> ImageClassifier:
+def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> ImageClassifier:
     """The classifier of --model and --weights, on --device, at --image-size if given; random weights get these classes.
 
     Weights are never random unless asked for.
@@ -64,15 +58,9 @@ def open_classifier(
         raise InputError(
             f"{model} has no weights of its own: give --weights a checkpoint folder or file, or `random` if you mean it"
         )
-    fresh = weights == "random"
-    classifier = load_classifier(
-        model,
-        weights,
-        num_classes=num_classes if fresh else None,
-        class_names=class_names if fresh else None,
-        input_size=parse_size(settings.image_size) if settings.image_size else None,
-        seed=settings.seed,
-    )
+    names = class_names if weights == "random" else None
+    size = parse_size(settings.image_size) if settings.image_size else None
+    classifier = load_classifier(model, weights, class_names=names, input_size=size, seed=settings.seed)
     return classifier.to(device).to(memory_format=torch.channels_last)
 
 
@@ -82,50 +70,48 @@ def open_source(settings: DataSettings) -> ImageSource:
     return open_dataset(settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download)
 
 
-def choose_threat(
-    settings: Any, classifier: ImageClassifier, *, low_resolution: bool, native: Sequence[Size]
-) -> PatchThreat:
-    """𝓡 at the network input: as given, or as the footprint of a patch on images of the `native` sizes."""
+def build_defense(
+    settings: Any, classifier: ImageClassifier, *, low_resolution: bool, native: Collection[Size] = ()
+) -> Any:
+    """The defence against 𝓡 at the network input: as given, or as the footprint of a patch on images of the `native`
+    sizes."""
     size = classifier.input_size
     if settings.threat_space == "input":
-        return PatchThreat(size, parse_patches(settings.patch, size))
-    if not native:
+        patches = parse_patches(settings.patch, size)
+    elif not native:
         raise InputError("no image can be read, so there is no native size to measure the patch on")
-    preprocessing = preprocessing_for(classifier, low_resolution, size)
-    threats = [
-        native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=preprocessing)
-        for n in sorted(native)
-    ]
-    return PatchThreat(size, tuple(sorted({patch for threat in threats for patch in threat.patch_sizes})))
-
-
-def build_defense(
-    settings: Any, classifier: ImageClassifier, threat: PatchThreat, *, engine: Engine | None = None
-) -> Any:
-    options = {f.name: getattr(settings, f.name) for f in fields(DEFENSES[settings.defense].options)}
-    return defense(settings.defense, classifier, threat, engine=engine or part(settings, Engine), **options)
+    else:
+        how = preprocessing_for(classifier, low_resolution, size)
+        threats = [
+            native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+            for n in sorted(native)
+        ]
+        patches = tuple(sorted({patch for threat in threats for patch in threat.patch_sizes}))
+    options = asdict(part(settings, DEFENSES[settings.defense].options))
+    threat, engine = PatchThreat(size, patches), part(settings, Engine)
+    return defense(settings.defense, classifier, threat, engine=engine, **options)
 
 
 def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource) -> Any:
     """The defended classifier of a certification or an attack."""
-    classifier = open_classifier(settings, num_classes=len(source.class_names), class_names=source.class_names)
-    native = source.native_sizes() if settings.threat_space == "native" else set()
-    threat = choose_threat(settings, classifier, low_resolution=source.low_resolution, native=sorted(native))
-    return build_defense(settings, classifier, threat)
+    classifier = open_classifier(settings, source.class_names)
+    native = source.native_sizes() if settings.threat_space == "native" else ()
+    return build_defense(settings, classifier, low_resolution=source.low_resolution, native=native)
 
 
-def run_name(command: str, settings: CertifySettings, source: ImageSource, architecture: str) -> str:
-    """The default folder of a certification or an attack, below runs/."""
-    options = [
-        str(getattr(settings, f.name)) for f in fields(DEFENSES[settings.defense].options) if f.name == "per_axis"
-    ]
-    masks = "".join(f"-{count}x{count}" for count in options)
-    kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
-    space = "-native" if settings.threat_space == "native" else ""
-    limit = f"-{settings.limit}images" if settings.limit else ""
-    weights = Path(settings.weights or known_weights(architecture) or "").name
-    return safe_name(f"{command}-{source.name}-{architecture}-{weights}-{settings.patch}{masks}{kind}{space}{limit}")
-
-
-def safe_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._%-]+", "_", text)
+def run_folder(command: str, settings: Any, source: ImageSource, architecture: str) -> Path:
+    """--output, or below runs/ a name made of the settings."""
+    if settings.output is not None:
+        return Path(settings.output)
+    name = f"{command}-{source.name}-{architecture}-"
+    if command == "train":
+        limit = f"-first{settings.limit}" if settings.limit else ""
+        name += f"{settings.strategy}-seed{settings.seed}{limit}"
+    else:
+        weights = Path(settings.weights or known_weights(architecture) or "").name
+        masks = f"-{settings.per_axis}x{settings.per_axis}" if hasattr(settings, "per_axis") else ""
+        kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
+        space = "-native" if settings.threat_space == "native" else ""
+        limit = f"-{settings.limit}images" if settings.limit else ""
+        name += f"{weights}-{settings.patch}{masks}{kind}{space}{limit}"
+    return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import rich.console
@@ -13,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from patchproof.geometry import PatchThreat, size_words
-from patchproof.runs import ACCURACIES, Rate, Record, Tally
+from patchproof.geometry import size_words
+from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally
 
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
@@ -58,40 +57,35 @@ def interval_text(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
-def threat_words(architecture: str, data: str, threat: PatchThreat, defense: Any) -> str:
-    height, width = threat.image_size
+def threat_words(data: str, defense: Any) -> str:
     masks = getattr(defense, "masks", None)
     words = "" if masks is None else f", {len(masks.axes[0])}×{len(masks.axes[1])} masks"
     return (
-        f"{architecture} on {data}, {defense.name} ({defense.guarantee}): one patch of "
-        f"{size_words(*threat.patch_sizes)} pixels anywhere on {height}×{width}{words}"
+        f"{defense.classifier.architecture} on {data}, {defense.name} ({defense.guarantee}): one patch of "
+        f"{size_words(*defense.threat.patch_sizes)} pixels anywhere on {size_words(defense.threat.image_size)}{words}"
     )
 
 
-def results_table(results: Mapping[str, Any], *, title: str, names: Sequence[str] = ACCURACIES) -> Table:
-    """The accuracies of a results.json, each as k of n with its interval."""
-    meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
-    table = Table(title=escape(title), title_justify="left", header_style="bold")
-    table.add_column("accuracy")
-    for name in ("images", "rate", "95% interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("of what", style="dim")
-    for name in names:
-        rate = Rate(results[name]["k"], results[name]["n"])
-        if rate.n:
-            style = "bold green" if name == "certified" else None
-            counts = f"{rate.k} of {rate.n}"
-            words = name.replace("_", " ")
-            table.add_row(words, counts, percent(rate.rate), interval_text(rate), meaning[name], style=style)
+def new_table(*columns: str, numbers: Sequence[str] = (), title: str | None = None, **options: Any) -> Table:
+    """An empty table; the columns that are `numbers` are right-aligned and never wrapped."""
+    table = Table(header_style="bold", title=escape(title) if title else None, title_justify="left", **options)
+    for name in columns:
+        number = name in numbers
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
 
 
-def two_columns(title: str, rows: Mapping[str, str], second: str = "what it is") -> Table:
-    table = Table(header_style="bold")
-    table.add_column(title)
-    table.add_column(second, overflow="fold")
-    for name, words in rows.items():
-        table.add_row(escape(name), escape(words))
+def results_table(results: Mapping[str, Any], *, title: str) -> Table:
+    """The accuracies of a results.json, each as k of n with its interval."""
+    meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
+    numbers = "images", "rate", "95% interval"
+    table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
+    for name in ATTACK_ACCURACIES if "broken" in results else ACCURACIES:
+        rate = Rate(results[name]["k"], results[name]["n"])
+        if rate.n:
+            style = "bold green" if name == "certified" else None
+            cells = name.replace("_", " "), f"{rate.k} of {rate.n}", percent(rate.rate), interval_text(rate)
+            table.add_row(*cells, f"[dim]{meaning[name]}[/]", style=style)
     return table
 
 
@@ -99,9 +93,8 @@ class Bar:
     """How far, how long, how much longer, and what has been found so far; without a terminal, a line now and then."""
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
-        self.console, self.shown = console, shown
-        self.last_line = time.monotonic()
-        self.total = 0
+        self.console, self.in_lines = console, shown and not console.is_terminal
+        self.last_line, self.total = time.monotonic(), 0
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -121,8 +114,7 @@ class Bar:
 
     def at(self, done: int, words: str) -> None:
         self.progress.update(self.task, completed=done, words=words)
-        quiet = self.console.is_terminal or not self.shown
-        if not quiet and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+        if self.in_lines and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
             self.console.print(f"{done}/{self.total}  {words}", highlight=False)
             self.last_line = time.monotonic()
 
@@ -162,9 +154,3 @@ class TrainingBar(Bar):
             f"{self.images / elapsed:.0f} images/s · search {100 * self.search / elapsed:.0f}% of the time"
         )
         self.at(report.step, words)
-
-
-@contextmanager
-def showing(bar: Bar) -> Iterator[None]:
-    with bar.progress:
-        yield

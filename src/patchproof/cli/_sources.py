@@ -16,13 +16,31 @@ from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
 
-# PyYAML's constructors raise whatever a value such as `!!int x` or a month 13 trips over.
-_YAML_FAILURES = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+PHRASES = {
+    "in another folder": "with another --output",
+    "another folder": "another --output",
+    "resume to continue": "continue with --resume",
+    "resume on any": "--resume on any",
+}
+"""The library's words for what a flag does."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The `name: value` lines of a YAML file, names as flags without dashes."""
-    content = _read_yaml(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
+    if len(text) > CONFIG_BYTES:
+        raise InputError(f"{path} has more than the {CONFIG_BYTES:,} bytes that settings may have")
+    try:
+        for token in yaml.scan(text.decode("utf-8")):
+            if isinstance(token, yaml.AliasToken):  # a few lines of them can stand for billions of values
+                raise yaml.YAMLError(f"aliases (*{token.value}) are not allowed in settings")
+        content = yaml.safe_load(text.decode("utf-8"))
+    except Exception as error:  # PyYAML's constructors raise whatever `!!int x` or a month 13 trips over
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -46,31 +64,6 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
     return dict(values)
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Makes no objects, and follows no aliases: a few lines of them can stand for billions of values."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.YAMLError(f"aliases (*{alias.anchor}) are not allowed in settings")
-        return super().compose_node(parent, index)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            text = file.read(CONFIG_BYTES + 1)
-        if len(text) > CONFIG_BYTES:
-            raise InputError(f"{path} has more than the {CONFIG_BYTES:,} bytes that settings may have")
-        return yaml.load(text.decode("utf-8"), Loader=_PlainLoader)
-    except OSError as error:
-        raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except InputError:
-        raise
-    except _YAML_FAILURES as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
-
-
 def resolved(config: Any) -> dict[str, Any]:
     """The settings as they are saved: plain values, without those that say how a run was begun."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("config", "resume")}
@@ -79,12 +72,8 @@ def resolved(config: Any) -> dict[str, Any]:
 
 def in_flags(message: str, kind: type[Any] | None) -> str:
     """A message of the library, which names parameters, in the words of this command's flags."""
-    message = message.replace("in another folder", "with another --output").replace(
-        "another folder", "another --output"
-    )
-    message = message.replace("resume to continue", "continue with --resume").replace(
-        "resume on any", "--resume on any"
-    )
+    for words, flag in PHRASES.items():
+        message = message.replace(words, flag)
     for name in sorted((f.name for f in fields(kind)) if kind else (), key=len, reverse=True):
         flag = "--" + FLAGS.get(name, name).replace("_", "-")
         message = re.sub(rf"(?<![\w`-]){name}=True\b", flag, message)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from patchproof.cli._runs import certified, trained
 from patchproof.cli._settings import CertifySettings, DemoSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar, interval_text, percent, showing
+from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent
 from patchproof.types import InputError
 
 STRATEGIES = ("cutout", "greedy")
@@ -24,6 +22,8 @@ TITLE = "Random masks or worst-case masks: what can be proved?"
 
 def demo(settings: DemoSettings) -> int:
     """Fine-tune a small network on random and on worst-case masks, and count what each can prove."""
+    from patchproof.report import Options, build_report
+
     console, status = Console(), Console(stderr=True)
     names = itertools.chain(["demo"], (f"demo-{number}" for number in itertools.count(2)))
     folder = settings.output or next(Path("runs") / name for name in names if not (Path("runs") / name).exists())
@@ -32,44 +32,47 @@ def demo(settings: DemoSettings) -> int:
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another --output")
     console.print("[bold]1. Start:[/] a small network learns 5,000 Fashion-MNIST images as they are")
-    fit(settings, folder / "start", "none", status, epochs=START_EPOCHS, learning_rate=0.1)
+    fit(settings, folder, "none", status)
     for number, strategy in enumerate(STRATEGIES, start=2):
         console.print(f"[bold]{number}. Fine-tune[/] it on masked copies: {strategy}")
-        fit(settings, folder / strategy, strategy, status, epochs=settings.epochs, start=folder / "start")
+        fit(settings, folder, strategy, status)
     console.print(
         f"[bold]4. Certify[/] {settings.images} test images against any 5×5 patch (3% of the image), anywhere"
     )
-    results = {(s, m): certify(settings, folder, s, m, status) for s in STRATEGIES for m in MASKS}
-    console.print(comparison(results))
+    found = {(s, m): certify(settings, folder, s, m, status) for s in STRATEGIES for m in MASKS}
+    numbers = "undefended", "defended", "certified", "95% interval", "passes"
+    title = f"accuracy on {found['greedy', 3].certified.n} test images"
+    table = new_table("training", "masks", *numbers, numbers=numbers, title=title)
+    for (strategy, masks), run in found.items():
+        clean = percent(run.undefended.rate), percent(run.defended.rate)
+        proved = f"[bold green]{percent(run.certified.rate)}[/]", interval_text(run.certified)
+        passes = f"{run.content['cost']['forwards_per_image']:.0f}"
+        table.add_row(strategy, f"{masks}×{masks}", *clean, *proved, passes)
+    console.print(table)
     console.print(f"checkpoints, logs and one record per image: {escape(str(folder))}", soft_wrap=True)
-    console.print(f"[bold]report:[/] {escape(str(write_report(folder)))}", soft_wrap=True, highlight=False)
+    runs = [*(folder / strategy for strategy in STRATEGIES), *(run.folder for run in found.values())]
+    page = build_report(runs, Options(title=TITLE)).write(folder / "report")
+    console.print(f"[bold]report:[/] {escape(str(page))}", soft_wrap=True, highlight=False)
     return 0
 
 
-def fit(
-    settings: DemoSettings,
-    output: Path,
-    strategy: str,
-    console: Console,
-    *,
-    epochs: int,
-    learning_rate: float = 0.05,
-    start: Path | None = None,
-) -> None:
+def fit(settings: DemoSettings, folder: Path, strategy: str, console: Console) -> None:
+    """The common start from random weights (`none`), or a fine-tuning of it on masked copies."""
+    start = strategy == "none"
     chosen = TrainSettings(
         model="small",
-        weights=str(start / "checkpoint-last") if start else "random",
+        weights="random" if start else str(folder / "start" / "checkpoint-last"),
         strategy=strategy,
         limit=TRAINING_IMAGES,
-        epochs=epochs,
-        learning_rate=learning_rate,
+        epochs=START_EPOCHS if start else settings.epochs,
+        learning_rate=0.1 if start else 0.05,
         schedule="cosine",
         warmup_epochs=0.5,
         weight_decay=5e-4,
         validation_images=200,
         seed=settings.seed,
         device=settings.device,
-        output=output,
+        output=folder / ("start" if start else strategy),
     )
     trained(chosen, console)
 
@@ -82,34 +85,5 @@ def certify(settings: DemoSettings, folder: Path, strategy: str, masks: int, con
         limit=settings.images,
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
-    bar = RunBar(console, "certify")
-    with showing(bar):
-        return certified("certify", chosen, bar)[0]
-
-
-def write_report(folder: Path) -> Path:
-    """Both trainings and the four certifications side by side; the path of the page."""
-    from patchproof.report import Options, build_report
-
-    trainings = [folder / strategy for strategy in STRATEGIES]
-    certifications = [folder / s / f"certify-{m}x{m}" for s in STRATEGIES for m in MASKS]
-    return build_report([*trainings, *certifications], Options(title=TITLE)).write(folder / "report")
-
-
-def comparison(results: Mapping[tuple[str, int], Any]) -> Table:
-    """One row per strategy and mask set; certified accuracy with its interval."""
-    n = next(iter(results.values())).certified.n
-    table = Table(title=f"accuracy on {n} test images", title_justify="left", header_style="bold")
-    for column in ("training", "masks", "undefended", "defended", "certified", "95% interval", "passes"):
-        table.add_column(column, justify="left" if column in ("training", "masks") else "right", no_wrap=True)
-    for (strategy, masks), found in results.items():
-        table.add_row(
-            strategy,
-            f"{masks}×{masks}",
-            percent(found.undefended.rate),
-            percent(found.defended.rate),
-            f"[bold green]{percent(found.certified.rate)}[/]",
-            interval_text(found.certified),
-            f"{found.content['cost']['forwards_per_image']:.0f}",
-        )
-    return table
+    results, _ = certified("certify", chosen, RunBar(console, "certify"))
+    return results

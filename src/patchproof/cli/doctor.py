@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from patchproof.cli._setup import choose_device
-from patchproof.cli._show import Console
+from patchproof.cli._show import Console, new_table
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks
@@ -26,6 +26,7 @@ EXTRAS = {
     "explore": "gradio",
     "export": "onnxruntime",
 }
+THREAT = PatchThreat.square(image_size=(28, 28), percent=3)
 
 
 def doctor(*, device: str = "auto") -> int:
@@ -37,21 +38,18 @@ def doctor(*, device: str = "auto") -> int:
         `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`.
     """
     chosen = choose_device(device)
-    table = Table(header_style="bold")
-    for column in ("check", "result"):
-        table.add_column(column, overflow="fold")
+    table = new_table("check", "result")
     for name, version in versions().items():
         table.add_row(name, version)
     table.add_row("commit", source_commit() or "not a checkout")
     table.add_row("device", device_name(chosen))
-    table.add_row(
-        "extras", ", ".join(f"{e} {'yes' if importlib.util.find_spec(m) else 'no'}" for e, m in EXTRAS.items())
-    )
+    extras = (f"{name} {'yes' if importlib.util.find_spec(module) else 'no'}" for name, module in EXTRAS.items())
+    table.add_row("extras", ", ".join(extras))
     checks: dict[str, Callable[[], str]] = {
-        "embedded data": _check_data,
-        "writing here": _check_writing,
-        "certification": lambda: _check_certification(chosen),
-        "arithmetic": lambda: _check_arithmetic(chosen),
+        "embedded data": check_data,
+        "writing here": check_writing,
+        "certification": partial(check_certification, chosen),
+        "arithmetic": partial(check_arithmetic, chosen),
     }
     failed = 0
     for name, check in checks.items():
@@ -64,37 +62,34 @@ def doctor(*, device: str = "auto") -> int:
     return failed
 
 
-def _check_data() -> str:
+def check_data() -> str:
     source = open_dataset("fashion-mini")
     return f"{source.name}, {len(source)} images, sha256 {source.listing_sha256()[:12]}"
 
 
-def _check_writing() -> str:
+def check_writing() -> str:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         (Path(folder) / "probe").write_text("probe")
     return "this folder is writable"
 
 
-def _check_certification(device: torch.device) -> str:
+def check_certification(device: torch.device) -> str:
     """Early exit and the exhaustive reference must agree on random images and a random network."""
     classifier = load_classifier("small", "random", num_classes=3).to(device)
-    threat = PatchThreat.square(image_size=(28, 28), percent=3)
-    masks = covering_masks(threat, per_axis=3)
     images = torch.rand(16, 3, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
-    defense = PatchCleanser(classifier, masks, threat)
+    masks = covering_masks(THREAT, per_axis=3)
+    defense, reference = (PatchCleanser(classifier, masks, THREAT, exhaustive=way) for way in (False, True))
     labels = defense.predict(images)
-    quick = defense.certify(images, labels)
-    slow = PatchCleanser(classifier, masks, threat, exhaustive=True).certify(images, labels)
-    if not torch.equal(quick.certified, slow.certified):
+    certified = defense.certify(images, labels).certified
+    if not torch.equal(certified, reference.certify(images, labels).certified):
         raise AssertionError("early exit and the exhaustive reference disagree")
-    return f"early exit agrees with the reference on 16 images ({int(quick.certified.sum())} certified)"
+    return f"early exit agrees with the reference on 16 images ({int(certified.sum())} certified)"
 
 
-def _check_arithmetic(device: torch.device) -> str:
+def check_arithmetic(device: torch.device) -> str:
     classifier = load_classifier("small", "random", num_classes=10).to(device)
-    masks = covering_masks(PatchThreat.square(image_size=(28, 28), percent=3), per_axis=3)
     images = torch.rand(32, 3, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
-    _, drift = check_classifier(classifier, images, masks)
+    _, drift = check_classifier(classifier, images, covering_masks(THREAT, per_axis=3))
     return (
         f"logits of {drift.scale:.2g} change by {drift.batching:.1e} with the batch, {drift.repeated:.1e} when repeated"
     )

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._settings import FLAGS
-from patchproof.cli._show import Console, interval_text, percent, two_columns
+from patchproof.cli._show import Console, interval_text, new_table, percent
 from patchproof.data import DATASETS
-from patchproof.defenses import DEFENSES
+from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
 from patchproof.recipes import matching_recipes
 from patchproof.runs import ACCURACIES, StoredTraining, read_run
@@ -49,29 +49,32 @@ def ls(what: What = "runs", pattern: str = "", /) -> int:
             raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
         for name in names:
             console.print(name, highlight=False)
-    elif what == "datasets":
-        console.print(two_columns("data set", {name: DATASET_WORDS[name] for name in DATASETS}))
-    elif what == "defenses":
-        rows = {
-            name: f"{entry.words}; {entry.kind.guarantee}; flags: "
-            + ", ".join("--" + FLAGS.get(f.name, f.name) for f in fields(entry.options))
-            for name, entry in DEFENSES.items()
-        }
-        console.print(two_columns("defence", rows))
-    elif what == "strategies":
-        console.print(two_columns("strategy", {n: e.words for n, e in STRATEGIES.items()}))
     elif what == "recipes":
         console.print(recipes_table(pattern))
-    else:
+    elif what == "runs":
         console.print(runs_table(Path(pattern or "runs")))
+    else:
+        title, rows = {
+            "datasets": ("data set", {name: DATASET_WORDS[name] for name in DATASETS}),
+            "defenses": ("defence", {name: defense_words(entry) for name, entry in DEFENSES.items()}),
+            "strategies": ("strategy", {name: entry.words for name, entry in STRATEGIES.items()}),
+        }[what]
+        table = new_table(title, "what it is")
+        for row in rows.items():
+            table.add_row(*map(escape, row))
+        console.print(table)
     return 0
+
+
+def defense_words(entry: DefenseEntry) -> str:
+    flags = ", ".join("--" + FLAGS.get(f.name, f.name) for f in fields(entry.options))
+    return f"{entry.words}; {entry.kind.guarantee}; flags: {flags}"
 
 
 def recipes_table(pattern: str) -> Table:
     """One row per recipe, with the certified accuracies that the paper reports for it."""
-    table = Table(header_style="bold", caption="certified accuracy in the paper, in %: 3×3 masks / 6×6 masks")
-    for name in ("recipe", "tables", "patch: 3×3 / 6×6"):
-        table.add_column(name, overflow="fold")
+    caption = "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks"
+    table = new_table("recipe", "tables", "patch: 3×3 / 6×6", caption=caption)
     found = matching_recipes(pattern)
     if not found:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
@@ -88,23 +91,23 @@ def runs_table(root: Path) -> Table:
     """One row per run: its three accuracies, counted from its records, and whether they cover the whole data set."""
     if not root.is_dir():
         raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
-    table = Table(header_style="bold")
-    for name in ("run", "n", *ACCURACIES, "95% interval", "status"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right", overflow="fold")
+    numbers = "n", *ACCURACIES, "95% interval"
+    table = new_table("run", *numbers, "status", numbers=numbers)
     for folder in sorted(path.parent for path in root.rglob("manifest.json")):
         table.add_row(escape(str(folder.relative_to(root))), *_run_row(folder))
     return table
 
 
 def _run_row(folder: Path) -> list[str]:
+    nothing = [""] * (len(ACCURACIES) + 2)
     try:
         run = read_run(folder)
     except PatchproofError as error:
-        return ["", "", "", "", "", f"damaged: {escape(str(error))}"]
+        return [*nothing, f"damaged: {escape(str(error))}"]
     if isinstance(run, StoredTraining):
         best = run.best
         if best is None:
-            return ["", "", "", "", "", "training stopped"]
+            return [*nothing, "training stopped"]
         rates = percent(best.undefended.rate), "", percent(best.certified.rate)
         return [str(best.certified.n), *rates, interval_text(best.certified), "trained (validation)"]
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]

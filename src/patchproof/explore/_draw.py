@@ -18,8 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchproof.explore._explorer import Explorer, Selection
-from patchproof.explore._findings import Cell, CopyTable, Rounds
-from patchproof.explore._words import mask_words
+from patchproof.explore._findings import Cell, CopyTable, Rounds, mask_words
 from patchproof.geometry import Rect
 from patchproof.masking import fill_colour
 from patchproof.runs import Record
@@ -176,11 +175,9 @@ def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Roun
         content += "<h4>Round two: each disagreeing copy under every further mask</h4>"
         content += "" if second else "<p>Not needed: the first round is unanimous.</p>"
     for r in second:
-        against = sum(label != r.label for label in r.labels)
+        against, agreed = sum(label != r.label for label in r.labels), "all agree: this copy decides"
         doubt = f"{against} of {len(r.labels)} say something else: it does not count"
-        words = (
-            f"copy {r.copy + 1}, {explorer.name(r.label)}: {'all agree: this copy decides' if r.confirmed else doubt}"
-        )
+        words = f"copy {r.copy + 1}, {explorer.name(r.label)}: {agreed if r.confirmed else doubt}"
         content += f'<details class="pp-second"{" open" * r.confirmed}><summary>{escaped(words)}</summary>'
         content += f"{votes(r.labels, r.label, r.copy)}</details>"
     left = rounds.disagreeing - len(second)
@@ -193,9 +190,8 @@ def vote(explorer: Explorer, hidden: Sequence[int], words: str, kind: str, *, pi
     """A masked copy in small: the image is that of `thumbs`, the masks are drawn over it."""
     boxes = "".join(f'<i style="{box(explorer.defense.masks.rects[mask], explorer.size)}"></i>' for mask in hidden)
     data = "" if pick is None else f' data-pick="{pick}"'
-    return (
-        f'<div class="pp-vote pp-{kind}"{data}><span class="pp-thumb">{boxes}</span><span>{escaped(words)}</span></div>'
-    )
+    thumb = f'<span class="pp-thumb">{boxes}</span>'
+    return f'<div class="pp-vote pp-{kind}"{data}>{thumb}<span>{escaped(words)}</span></div>'
 
 
 def thumbs(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], content: str) -> str:

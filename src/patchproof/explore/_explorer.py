@@ -17,12 +17,11 @@ from torch import Tensor
 from patchproof.attacks import Attack, AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
 from patchproof.data import BadImageError, ImageSource, decode, preprocess
 from patchproof.defenses import PatchCleanser, device_of
-from patchproof.explore._findings import Cell, Finding, Rounds, study, watch
-from patchproof.explore._words import record_words
+from patchproof.explore._findings import Cell, Finding, Rounds, record_words, study, watch
 from patchproof.geometry import MaskSet, Rect, size_words
 from patchproof.masking import Evaluator, Measured, as_images, fill_colour, occlude
 from patchproof.runs import Record, measure_on_generated
-from patchproof.types import CheckError, InputError, Preprocessing, Size
+from patchproof.types import InputError, Preprocessing, Size
 
 UPLOAD_LIMIT = 20 * 1024**2
 """Larger files are refused unread, in bytes."""
@@ -75,7 +74,7 @@ class Selection:
         return replace(self, top=top, left=left)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Explorer:
     """A defence, how images reach it, words for its labels, and images on offer with what a run recorded of them.
 
@@ -93,21 +92,20 @@ class Explorer:
     evaluator: Evaluator | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        engine, ready = getattr(self.defense, "engine", None), self.defense
+        engine = getattr(self.defense, "engine", None)
         if not isinstance(engine, Measured):
-            engine = (measure_on_generated(self.defense) or (None,))[0]
-        if engine is not None:
-            engine = Measured(tau=0.0, tau_fp32=engine.tau_fp32)
-            object.__setattr__(self, "evaluator", Evaluator(self.defense.classifier, engine, strict=False))
-            if hasattr(ready, "with_engine"):
-                ready = ready.with_engine(engine)
-                ready.evaluator.strict = False
-            object.__setattr__(self, "defense", ready)
+            engine, _ = measure_on_generated(self.defense) or (None, None)
+        if engine is None:
+            return
+        engine = Measured(tau=0.0, tau_fp32=engine.tau_fp32)
+        self.evaluator = Evaluator(self.defense.classifier, engine, strict=False)
+        if hasattr(self.defense, "with_engine"):
+            self.defense = self.defense.with_engine(engine)
+            self.defense.evaluator.strict = False
 
     @property
     def size(self) -> Size:
-        size: Size = self.defense.threat.image_size
-        return size
+        return self.defense.threat.image_size
 
     @property
     def masks(self) -> MaskSet | None:
@@ -146,10 +144,7 @@ class Explorer:
         """The network input of an image on offer, in 8 bits."""
         if self.source is None:
             raise InputError("no images are on offer; drop in one of your own")
-        path = self.source.path(record.index)
-        if path != record.path:
-            raise CheckError(f"image {record.index} is {path}, the record is about {record.path}")
-        return self._network_input(self.source.load(record.index), path)
+        return self._network_input(self.source.load(record.index), record.path)
 
     def _network_input(self, image: Image.Image | Tensor, name: str) -> UInt8[Tensor, "3 h w"]:
         pixels = preprocess(image, self.preprocessing)
@@ -159,10 +154,10 @@ class Explorer:
 
     def picture(self, file: Path) -> Image.Image:
         """A file of anybody's in RGB; too large, broken, or no image: an InputError that says so."""
-        size = file.stat().st_size / 1024**2
-        if size > UPLOAD_LIMIT / 1024**2:
+        size, limit = file.stat().st_size, UPLOAD_LIMIT
+        if size > limit:
             raise InputError(
-                f"{file.name} has {size:.1f} MB, at most {UPLOAD_LIMIT // 1024**2} MB are taken; shrink it"
+                f"{file.name} has {size / 1024**2:.1f} MB, at most {limit // 1024**2} MB are taken; shrink it"
             )
         try:
             return decode(file)
@@ -196,11 +191,11 @@ class Explorer:
         sides = self.defense.threat.patch_sizes[size]
         if kind == PICTURE and file is None:
             raise InputError("drop in a picture for the patch first")
-        patch = noise(sides, seed) if file is None or kind != PICTURE else paste(self.picture(file), sides)
+        patch = paste(self.picture(file), sides) if file and kind == PICTURE else noise(sides, seed)
         placed = replace(shown, patch=patch).moved(shown.top, shown.left)
-        if kind in (UNDEFENDED, DEFENDED):
-            return replace(placed, patch=self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed))
-        return placed
+        if kind not in (UNDEFENDED, DEFENDED):
+            return placed
+        return replace(placed, patch=self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed))
 
     def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 p q"]:
         """A patch for this place that leads the classifier, or the defence, away from the image's label."""

@@ -1,7 +1,11 @@
-"""What a defence makes of one image: its answer, its certificate, and the masked copies behind them."""
+"""What a defence makes of one image: its answer, its certificate, the masked copies behind them; and all in sentences.
+
+`name` gives the words for a label; −1 is an alarm.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +15,15 @@ from torch import Tensor
 
 from patchproof.defenses import MaskTable, PatchCleanser, assess, double_masking
 from patchproof.defenses.patchcleanser import majority_label
+from patchproof.geometry import size_words
 from patchproof.masking import Evaluator
+from patchproof.runs import Record
 
 Cell = tuple[int, int]
+Name = Callable[[int], str]
+
+MOST_NAMED = 4
+"""More copies than this are counted, not listed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +103,7 @@ def study(
     defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w"], label: int | None = None
 ) -> Finding:
     """Without a label, the finding is about the defence's own answer, and where that is an alarm, the classifier's."""
-    images, copies = image[None], None
+    images = image[None]
     about = None if label is None else torch.tensor([label], device=image.device)
     if isinstance(defense, PatchCleanser):
         about = defense.predict(images) if about is None else about
@@ -106,9 +116,9 @@ def study(
     if evaluator is not None and int(about) < 0:
         about = evaluator.labels(images)
     table = one_mask_table(defense, evaluator, images, about)
-    copies = None if table is None else CopyTable.of(table, table.first[None])
+    shown = None if table is None else CopyTable.of(table, table.first[None])
     proof = found.certificates
-    return Finding(int(about), int(found.predictions), bool(proof.certified), float(proof.margin), copies)
+    return Finding(int(about), int(found.predictions), bool(proof.certified), float(proof.margin), shown)
 
 
 def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w"]) -> Rounds:
@@ -142,3 +152,83 @@ def one_mask_table(
         return None
     every = torch.arange(len(masks))
     return MaskTable(evaluator, images, masks.keep(images.device), every, every, labels)
+
+
+def mask_words(masks: Sequence[int]) -> str:
+    """`mask 3`, or `masks 3 and 5`: counted from 1."""
+    return f"mask{'s' * (len(masks) > 1)} {' and '.join(str(mask + 1) for mask in masks)}"
+
+
+def verdict(finding: Finding, name: Name, defense: Any) -> str:
+    """Certified or not, the masked copy that decides it, and what follows for a patch."""
+    patch, right, copies = f"{size_words(*defense.threat.patch_sizes)} patch", name(finding.label), finding.copies
+    detects = defense.guarantee == "detection"
+    opening = "Certified" if finding.certified else "Not certified"
+    follows = f"No {patch}, anywhere on this image, can change the answer."
+    if finding.certified and detects:
+        follows = f"Under any {patch}, anywhere on this image, the answer is {right} or an alarm."
+    elif not finding.certified:
+        follows = f"A {patch} may be able to change the answer{' without an alarm' * detects}."
+    if copies is None:
+        said = f"the defence answers {name(finding.answer)}"
+        return f"{opening} as {right}, margin {finding.margin:+.3g}; {said}. {follows}"
+    cell, kind = copies.weakest, "pairs of masks" if len(copies.labels) > 1 else "masks"
+    failing, count = copies.count(~copies.right), copies.count(copies.right | True)
+    label, margin, which = int(copies.labels[cell]), float(copies.margins[cell]), mask_words(copies.masks(cell))
+    found = f"all {count} {kind} say {right}, the closest ({which}) by {margin:.3g}"
+    if failing:
+        example = f"leads by {margin:.3g} only" if label == finding.label else f"is {name(label)}"
+        verb = "does" if failing == 1 else "do"
+        found = f"{failing} of {count} {kind} {verb} not say {right} clearly enough, e.g. under {which} it {example}"
+    alarm = " On the clean image the defence raises an alarm." if finding.answer < 0 else ""
+    return f"{opening}: {found}. {follows}{alarm}"
+
+
+def record_words(record: Record, name: Name) -> str:
+    """What a run recorded about this image."""
+    if record.certified is None:
+        return ""
+    words = "certified" if record.certified else "not certified"
+    words += "" if record.margin is None else f", margin {record.margin:+.3g}"
+    for kind, right in {"undefended": record.undefended, "defended": record.defended}.items():
+        words += "" if right is None else f", {kind} {'right' if right else 'wrong'}"
+    return f"The run's record: {words}; labelled {name(record.label)}."
+
+
+def explain(rounds: Rounds, name: Name) -> str:
+    """How the defence came to its answer."""
+    answer, count = f"the answer is {name(rounds.answer)}", len(rounds.first)
+    if not count:
+        return f"T{answer[1:]}."
+    if not rounds.disagreeing:
+        no_more = "" if rounds.second is None else ", so there is no second round"
+        return f"All {count} copies say {name(rounds.majority)}{no_more}: {answer}."
+    parts = [f"{count - rounds.disagreeing} of {count} copies say {name(rounds.majority)}"]
+    if rounds.second is None:
+        return f"{parts[0]}, {rounds.disagreeing} something else: {answer}."
+    lost = [f"{r.copy + 1} ({name(r.label)})" for r in rounds.second if not r.confirmed]
+    if len(lost) == 1:
+        parts.append(f"copy {lost[0]} is contradicted by its second round")
+    elif lost:
+        which = f"copies {', '.join(lost)}" if len(lost) <= MOST_NAMED else f"{len(lost)} others"
+        parts.append(f"{which} are each contradicted by their second round")
+    last = rounds.second[-1]
+    if not last.confirmed:
+        return f"{'; '.join(parts)}: {answer}, the majority’s."
+    return f"{'; '.join(parts)}; copy {last.copy + 1} ({name(last.label)}) is confirmed by its second round: {answer}."
+
+
+def meaning(rounds: Rounds, finding: Finding, name: Name, guarantee: str) -> str:
+    """The answer under the patch beside what was proved of the clean image."""
+    alone = "" if rounds.undefended is None else f"Without the defence the answer would be {name(rounds.undefended)}. "
+    right, alarm = name(finding.label), rounds.answer < 0
+    if rounds.answer == finding.label or (alarm and guarantee == "detection"):
+        answer = "there is an alarm" if alarm else f"the answer is {right}"
+        promise = "as the certificate promises" if finding.certified else "though nothing was promised for this image"
+        return f"{alone}With it {answer}, {promise}."
+    if not finding.certified:
+        return f"{alone}With it the answer is not {right}: this image is not certified."
+    return (
+        f"{alone}With it the answer is not {right} although this image is certified. That must not happen: the "
+        "classifier answered the same masked image differently. Please report it."
+    )

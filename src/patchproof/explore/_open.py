@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 
+from patchproof import models
 from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
-from patchproof.models import (
-    ImageClassifier,
-    checkpoint_architecture,
-    load_classifier,
-    match_labels,
-    settled,
-    weights_sha256,
-)
+from patchproof.models import checkpoint_architecture, load_classifier
 from patchproof.runs import Record, StoredCertification, find_images, preprocessing_for, read_run, stored_defense
 from patchproof.runs._reading import CHECKPOINTS, class_words, find_weights
 from patchproof.types import CheckError, InputError, PatchproofError
@@ -43,18 +37,23 @@ def open_explorer(
     `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of 3%, and shows
     the images of `dataset` and `split`, or those that its training was validated on.
     """
-    run = None if (settled(place) / "classifier.json").is_file() else read_run(place)
+    run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
-        built, notices, source = stored_defense(run, classifier), [*run.notices], find_images(run, dataset, data_dir)
+        built, notices = stored_defense(run, classifier), list(run.notices)
         if patch is not None or per_axis is not None:
-            built = _changed(built, patch, per_axis)
+            if not isinstance(built, MaskedDefense):
+                raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
+            size = built.threat.image_size
+            threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
+            masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
+            built = replace(built, masks=masks, threat=threat)
             notices.append(f"records are about the run's own patch of {run.patch_words} and {run.masks_words}")
         preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
-        about = f"{run.architecture} on {run.dataset}"
-        if isinstance(source, str):
-            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, source))
-        return Explorer(built, preprocessing, about, run.class_names, source, run.good, tuple(notices))
+        about, images = f"{run.architecture} on {run.dataset}", find_images(run, dataset, data_dir)
+        if isinstance(images, str):  # why they are not found
+            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, images))
+        return Explorer(built, preprocessing, about, run.class_names, images, run.good, tuple(notices))
     checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
     if run and checkpoint == place:
         raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
@@ -69,34 +68,32 @@ def open_explorer(
     if isinstance(source, str):
         preprocessing = preprocessing_for(classifier, False, threat.image_size)
         return Explorer(built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(source,))
-    classes = match_labels(source.class_names, classifier)
+    classes = models.match_labels(source.class_names, classifier)
     records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
     preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
     return Explorer(built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records)
 
 
-def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> ImageClassifier:
+def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> models.ImageClassifier:
     """The classifier whose weights have the sha256 of the manifest."""
     wanted, tried = run.weights_sha256, []
     if wanted is None or run.image_size is None or not run.patch_sizes:
         raise CheckError(f"{run.folder} does not say which weights, patch and image size it certified")
     recorded = str(run.config.get("model") or run.architecture)
-    if (
-        model is None and ":" in recorded
-    ):  # code, which only the user may name, not a folder that anybody may have written
+    if model is None and ":" in recorded:  # only the user may name code to run, not a folder that anybody wrote
         raise InputError(f"{run.folder} certified the factory {recorded}; give it as the model to have its code run")
-    places = [str(place) for place, _ in find_weights(run) if place.exists()]
     seed = run.config.get("seed")
-    for name in [weights] if weights else dict.fromkeys([*places, *([run.weights] if run.weights else [])]):
+    options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
+    places = [str(place) for place, _ in find_weights(run) if place.exists()]
+    for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
         classes = len(run.class_names) or None if name == "random" else None
         try:
             architecture = model or checkpoint_architecture(Path(name)) or recorded
-            options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
             classifier = load_classifier(architecture, name, num_classes=classes, **options)
         except PatchproofError as error:
             tried.append(str(error))
             continue
-        found = weights_sha256(classifier)
+        found = models.weights_sha256(classifier)
         if found == wanted:
             return classifier
         tried.append(f"{name} has the sha256 {str(found)[:12]}…")
@@ -104,16 +101,6 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
         f"the weights with the sha256 {wanted[:12]}… that {run.folder} certified are not found "
         f"({'; '.join(tried) or 'it names none'}); give the right ones, or explore a checkpoint by itself"
     )
-
-
-def _changed(built: Any, patch: str | None, per_axis: int | None) -> Any:
-    """The defence against another patch, or with other masks."""
-    if not isinstance(built, MaskedDefense):
-        raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
-    size = built.threat.image_size
-    threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
-    masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
-    return replace(built, masks=masks, threat=threat)
 
 
 def _images_of(checkpoint: Path, dataset: str | None, data_dir: Path | None, split: str | None) -> ImageSource | str:

@@ -15,16 +15,8 @@ from typing import Any
 import torch
 
 from patchproof.explore import _draw as draw
-from patchproof.explore._explorer import (
-    NOISE,
-    PATCH_KINDS,
-    PICTURE,
-    RECORD_KINDS,
-    UPLOAD_LIMIT,
-    Explorer,
-    Selection,
-)
-from patchproof.explore._words import explain, meaning, verdict
+from patchproof.explore._explorer import NOISE, PATCH_KINDS, PICTURE, RECORD_KINDS, UPLOAD_LIMIT, Explorer, Selection
+from patchproof.explore._findings import explain, meaning, verdict
 from patchproof.geometry import size_words
 from patchproof.types import InputError, PatchproofError
 

@@ -1,0 +1,71 @@
+"""`patchproof report` and `patchproof explore`: runs and single images in the browser."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from rich.markup import escape
+
+from patchproof.cli._settings import ExploreSettings, ReportSettings, chosen, part
+from patchproof.cli._setup import choose_device
+from patchproof.cli._show import Console
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def report(runs: list[Path], settings: ReportSettings) -> int:
+    """Show one run in depth or several side by side: an HTML page without network, SVG and PNG, tables.
+
+    Parameters
+    ----------
+    runs
+        Folders of `certify`, `attack` and `train` runs; they are read, not changed.
+    """
+    from patchproof.report import Options, build_report, notice_groups
+
+    console = Console(soft_wrap=True, highlight=False)
+    made = build_report(runs, part(settings, Options))
+    folders = sorted({str(run.resolve()) for run in runs})
+    digest = hashlib.sha256("\n".join(folders).encode("utf-8", "surrogateescape")).hexdigest()
+    several = Path("runs") / f"report-{len(folders)}-runs-{digest[:8]}"  # the same runs get the same folder again
+    page = made.write(settings.output or (several if len(folders) > 1 else runs[0] / "report"))
+    for names, texts in notice_groups(made.notices).items():
+        for text in texts:
+            console.print(f"[yellow]note:[/] {escape(f'{names}: {text}' if names else text)}")
+    console.print(f"report: {escape(str(page))}")
+    return 0
+
+
+def explore(place: Path, settings: ExploreSettings) -> int:
+    """Look at single images in the browser: their two-mask table, and what the defence does with a patch on them.
+
+    Parameters
+    ----------
+    place
+        Folder of a `certify`, `attack` or `train` run, or a checkpoint folder.
+    """
+    from patchproof.explore import open_explorer, require_gradio, serve
+
+    require_gradio()
+    console = Console(soft_wrap=True, highlight=False)
+    named = chosen(settings, "patch", "per_axis", "model", "weights", "dataset", "data_dir", "split")
+    explorer = open_explorer(place, device=choose_device(settings.device), **named)
+    for text in explorer.notices:
+        console.print(f"[yellow]note:[/] {escape(text)}")
+    if settings.host not in LOOPBACK:
+        console.print(
+            f"[yellow]warning:[/] listening on {escape(settings.host)}: whoever can reach this machine can use the "
+            "page, without a password, and have their files decoded here"
+        )
+    with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
+        console.print(f"explore: {escape(url)} (Ctrl-C ends it)")
+        wait_for_ctrl_c()
+    return 0
+
+
+def wait_for_ctrl_c() -> None:
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
