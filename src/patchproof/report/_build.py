@@ -15,7 +15,7 @@ from patchproof.report._lineage import find_lineages
 from patchproof.report._page import GENERATOR, Notice, Page, Section, render
 from patchproof.report._tables import RENDERERS, Table
 from patchproof.report._worst_masks import worst_masks
-from patchproof.runs._files import write_atomically
+from patchproof.runs._folder import write_atomically
 from patchproof.runs._reading import (
     StoredCertification,
     StoredRun,

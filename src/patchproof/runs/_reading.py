@@ -20,8 +20,8 @@ from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, size_words
-from patchproof.models import is_whole, wordnet_words
-from patchproof.runs._files import checksum, read_json
+from patchproof.models import wordnet_words
+from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of
@@ -30,8 +30,6 @@ CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 RESTORE = "restore it from a copy, or make the run again in another folder"
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
 """The defence of runs whose manifest names none: there was no other."""
-
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -180,23 +178,19 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
         inside = sorted(path.parent for path in folder.glob("**/manifest.json")) if folder.is_dir() else []
         hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
         raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
-    manifest = read_json(path)
-    command = manifest.get("command")
-    if not isinstance(command, str) or not isinstance(manifest.get("identity"), dict):
-        raise CheckError(f"{path} is not the manifest of a run; {RESTORE}")
+    manifest = read_manifest(path, remedy=RESTORE)
+    command = manifest["command"]
     if manifest.get("schema") != SCHEMA:
         found = printable(str(manifest.get("schema")))
         raise CheckError(f"{path} has schema {found}, this version reads {SCHEMA}; make the run again with it")
-    if not is_whole(manifest):
-        raise CheckError(f"{path} is damaged: not what was written; {RESTORE}")
     if (folder / "spoiled.json").exists():
         reason = printable(str(read_json(folder / "spoiled.json").get("reason")))
         raise CheckError(f"{folder} cannot be trusted: {reason}; make the run again in another folder")
     if command not in ("certify", "attack", "train"):
         raise InputError(f"{folder} holds a `{printable(command)}` run, not one of certify, attack or train")
-    read = _training if command == "train" else _certification
+    name = name or printable(Path(os.path.realpath(folder)).name)
     try:
-        return read(folder, name or printable(Path(os.path.realpath(folder)).name), manifest)
+        return (_training if command == "train" else _certification)(folder, name, manifest)
     except UNREADABLE as error:
         raise CheckError(f"{path} is damaged ({printable(repr(error))}); {RESTORE}") from error
 
@@ -216,7 +210,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
     read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
     records = tuple({record.index: record for record in reversed(read)}.values())[::-1]  # the first of each image
-    results = _results(folder)
+    results = read_results(folder)
     fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
     how: dict[str, Any] = identity.get("preprocessing") or {}
     how = {key: tuple(value) if isinstance(value, list) else value for key, value in how.items()}
@@ -291,18 +285,11 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
         yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
 
 
-def _results(folder: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(folder / "results.json")
-    except CheckError:
-        return None
-
-
 def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
     found, notices = _lines(folder / "log.jsonl", _log_line)
     losses = dict(value for value in found if not isinstance(value, StoredEpoch))
     epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
-    results, done, total = _results(folder), max(losses, default=0), manifest.get("steps")
+    results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
     if results is None:
         notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
     if isinstance(total, int) and done < total:
@@ -340,24 +327,14 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """What the sound lines of a JSONL file hold, and notices about the others.
-
-    A line must have its checksum, if `sums` has one; the last counts only with its end: a kill may have cut it.
-    """
+    """What the sound lines of a JSONL file hold, and notices about the others; the last counts only with its end."""
     try:
-        *lines, rest = path.read_bytes().split(b"\n")
+        *lines, cut = path.read_bytes().split(b"\n")
     except OSError:
         return [], [f"{path.name} is missing or cannot be read"]
     known = sums.read_text("ascii", errors="replace").split("\n")[:-1] if sums and sums.is_file() else []
-    values, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if number <= len(known) and checksum(line + b"\n") != known[number - 1]:
-                raise ValueError("another checksum")
-            values.append(parse(line.decode("utf-8")))
-        except UNREADABLE:
-            damaged.append(number)
-    notices = [f"the last line of {path.name} is cut short and left out"] if rest else []
+    values, damaged = read_lines(lines, parse, known)
+    notices = [f"the last line of {path.name} is cut short and left out"] if cut else []
     if damaged:
         which = shortened(", ".join(map(str, damaged)), 60)
         words = count_words(len(damaged), "line is", "lines are")

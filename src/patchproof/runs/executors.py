@@ -219,7 +219,7 @@ def _beat(store: Store, key: str, over: threading.Event) -> None:
 @cache
 def _joined() -> tuple[Store, int, int, dict[str, int]]:
     """The launcher's store, which process of how many this is, and the keys that calls on the store have used."""
-    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    rank, size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set; start with torchrun")
@@ -227,7 +227,8 @@ def _joined() -> tuple[Store, int, int, dict[str, int]]:
     return store, rank, size, {}
 
 
-def _number(name: str, default: int) -> int:
+def environment_number(name: str, default: int) -> int:
+    """A number that a launcher puts into the environment."""
     try:
         return int(os.environ.get(name, default))
     except ValueError as error:
@@ -237,9 +238,9 @@ def _number(name: str, default: int) -> int:
 @cache
 def launched() -> Executor:
     """The processes that a launcher has started; without one, this process."""
-    return Torchrun() if _number("WORLD_SIZE", 1) > 1 else InProcess()
+    return Torchrun() if environment_number("WORLD_SIZE", 1) > 1 else InProcess()
 
 
 def local_rank() -> int | None:
     """The number of this process among those of its machine, which says which GPU to take; None when it is alone."""
-    return _number("LOCAL_RANK", 0) if _number("WORLD_SIZE", 1) > 1 else None
+    return environment_number("LOCAL_RANK", 0) if environment_number("WORLD_SIZE", 1) > 1 else None
