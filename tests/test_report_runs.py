@@ -21,12 +21,19 @@ from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint, load_classifier, sealed
 from patchproof.recipes import recipes
 from patchproof.report import Options, build_report, worst_masks
-from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_numbers, paper_table, runs_table
-from patchproof.report._gallery import hidden, make_gallery
-from patchproof.report._lineage import Lineage, find_lineages
+from patchproof.report._compare import (
+    Lineage,
+    TracedRun,
+    concise,
+    find_lineages,
+    mixed_notices,
+    paper_numbers,
+    paper_table,
+    runs_table,
+)
+from patchproof.report._gallery import COLUMNS, SHADE, chosen_masks, hidden, make_gallery, sample
 from patchproof.report._plots import comparison_pictures
 from patchproof.report._tables import csv_text
-from patchproof.report._worst_masks import COLUMNS, SHADE, chosen_masks, sample
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
 from run_folders import CLASSES, detection, manifest, random_records, write_run
@@ -358,7 +365,7 @@ def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
     assert report.notices[0].text == (
         "mixed: detection (run1), recovery (run0); certified detection and certified recovery are not comparable"
     )
-    shown = {column.name for s in report.page.sections for t in s.tables if t.key == "runs" for column in t.columns}
+    shown = {column.name for s in report.sections for t in s.tables if t.key == "runs" for column in t.columns}
     assert {"defence", "guarantee"} <= shown
     groups = [name for name, _ in paper_table(runs).groups]
     assert [group.split(" · ")[2] for group in groups[1:]] == ["patchcleanser (recovery)", "alarm (detection)"]

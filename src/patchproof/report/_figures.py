@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from patchproof.runs._record import Rate
+from patchproof.runs import Rate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -91,7 +91,7 @@ class Picture:
     @property
     def inline(self) -> str:
         """The SVG as an element of a page: its ids its own, its ink the page's, its size up to the page."""
-        svg = self.svg[self.svg.index("<svg") :].replace(f"{INK}", "currentColor")
+        svg = self.svg[self.svg.index("<svg") :].replace(INK, "currentColor")
         svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{self.key}-", svg)
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
         return re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
@@ -157,27 +157,13 @@ def percent_axis(axes: Axes, rates: Iterable[Rate]) -> None:
 
 
 def error_line(
-    axes: Axes,
-    x: Sequence[float],
-    rates: Sequence[Rate],
-    *,
-    label: str,
-    number: int,
-    of: int,
-    joined: bool = True,
+    axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int, joined: bool = True
 ) -> None:
     """Rates against x, with their 95% intervals; line `number` of `of` is moved aside a little, so that none hides."""
     aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
-    axes.errorbar(
-        x,
-        percents(rates),
-        yerr=errors(rates),
-        capsize=2.5,
-        elinewidth=1,
-        label=label,
-        transform=axes.transData + aside,
-        **series_style(number) | ({} if joined else {"linestyle": "none"}),
-    )
+    look = series_style(number) | ({} if joined else {"linestyle": "none"})
+    look |= {"capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}
+    axes.errorbar(x, percents(rates), yerr=errors(rates), label=label, **look)
     # Lines with a transform of their own are not counted when axes choose their limits.
     axes.update_datalim([(at, 100 * bound) for at, rate in zip(x, rates, strict=True) for bound in rate.interval])
     axes.autoscale_view()
@@ -185,11 +171,9 @@ def error_line(
 
 def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
     """Rates as full or hatched bars between consecutive edges, with their 95% intervals; none for nothing."""
-    shown = [
-        (left, right, rate) for (left, right), rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k
-    ]
-    chosen = [rate for _, _, rate in shown]
-    middles, widths = [(left + right) / 2 for left, right, _ in shown], [right - left for left, right, _ in shown]
+    bins = [(ends, rate) for ends, rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k]
+    middles, widths = [(left + right) / 2 for (left, right), _ in bins], [right - left for (left, right), _ in bins]
+    chosen = [rate for _, rate in bins]
     face, hatch = FILLS[number]
     look: dict[str, Any] = {"facecolor": face, "edgecolor": COLOURS[number], "hatch": hatch, "linewidth": 0.8}
     axes.bar(middles, percents(chosen), width=widths, label=label, **look)

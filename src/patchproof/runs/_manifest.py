@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from patchproof.data import FolderSource, ImageSource, open_class_folders
 from patchproof.masking import Measured
 from patchproof.runs._folder import BEGIN_AGAIN
-from patchproof.types import CheckError, InputError, Preprocessing
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing
 from patchproof.version import __version__
 
 SCHEMA = 1
@@ -59,6 +60,36 @@ def stored_engine(
         return replace(engine, batch_size=batch_size, tau=stored["tau"]["fast"], tau_fp32=stored["tau"]["fp32"])
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckError(f"{where / 'manifest.json'} is damaged ({error!r}); {BEGIN_AGAIN}") from error
+
+
+def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Every process sees the same weights, images and settings; the largest τ and the smallest chunk hold for all."""
+    for rank, theirs in enumerate(everyone):
+        different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
+        if different:
+            raise CheckError(
+                f"process {rank} of {len(everyone)} has another {different[0]}: "
+                f"{theirs['identity'].get(different[0])} instead of {current['identity'][different[0]]}; give every "
+                "machine the same files"
+            )
+        if current["tau"] is not None:
+            for kind in ("fast", "fp32"):
+                current["tau"][kind] = max(current["tau"][kind], theirs["tau"][kind])
+        current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
+
+
+def changes_since(listing_sha256: str, source: ImageSource) -> list[str]:
+    """What to say if a folder of images lists other paths, labels or file sizes than it did; data in memory cannot."""
+    if not isinstance(source, FolderSource):
+        return []
+    again = "put the files back as they were and begin again in another folder"
+    try:
+        now = open_class_folders(
+            source.root, name=source.name, split=source.split, low_resolution=source.low_resolution
+        ).listing_sha256()
+    except (PatchproofError, OSError) as error:
+        return [f"the data set changed during the run ({error}); {again}"]
+    return [] if now == listing_sha256 else [f"the data set changed during the run; {again}"]
 
 
 def made_with(device: torch.device) -> dict[str, Any]:

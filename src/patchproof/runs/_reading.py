@@ -307,7 +307,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         epochs=tuple(epochs[number] for number in sorted(epochs)),
         strategy=printable(identity["plan"]["strategy"]),
         search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
-        mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
+        mask_patch=str(identity["plan"].get("mask_patch")),
         weights_sha256=_text((results or {}).get("weights_sha256")),
         seconds=_seconds(results),
         notices=tuple(notices),

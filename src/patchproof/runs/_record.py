@@ -111,6 +111,18 @@ def _check_types(record: Record) -> None:
         raise ValueError("a margin is a finite number")
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`witness.label` becomes `label` inside `witness`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[outer] = value
+    return found
+
+
 @dataclass(frozen=True)
 class Rate:
     """k of n with the exact (Clopper–Pearson) 95% interval."""

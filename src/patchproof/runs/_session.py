@@ -16,26 +16,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.data import (
-    Batch,
-    FolderSource,
-    ImageSource,
-    as_source,
-    default_preprocessing,
-    load_groups,
-    open_class_folders,
-    spread_indices,
-)
+from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
 from patchproof.defenses import Defense, assess, device_of
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
 from patchproof.runs._folder import RunFolder, checked_prefix, read_results
-from patchproof.runs._manifest import SCHEMA, made_with, mask_facts, plain, preprocessing_facts, stored_engine
+from patchproof.runs._manifest import (
+    SCHEMA,
+    agree,
+    changes_since,
+    made_with,
+    mask_facts,
+    plain,
+    preprocessing_facts,
+    stored_engine,
+)
 from patchproof.runs._measure import measure_tau
-from patchproof.runs._record import ACCURACIES, ATTACK, ATTACK_ACCURACIES, BASE, AttackFindings, Rate, Record, Tally
+from patchproof.runs._record import (
+    ACCURACIES,
+    ATTACK,
+    ATTACK_ACCURACIES,
+    BASE,
+    AttackFindings,
+    Rate,
+    Record,
+    Tally,
+    nested,
+)
 from patchproof.runs.executors import Executor, environment_number, launched
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, TauExceededError
+from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExceededError
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence that does not say how many suit it."""
@@ -384,18 +394,6 @@ class Session:
         }
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`witness.label` becomes `label` inside `witness`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            found.setdefault(outer, {})[inner] = value
-        else:
-            found[outer] = value
-    return found
-
-
 def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -> Preprocessing:
     """How images of any size become the input of this classifier."""
     return default_preprocessing(
@@ -409,33 +407,3 @@ def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -
 def default_workers() -> int:
     """Threads that decode images: one per core, at most 16, shared among the processes of the machine."""
     return max(1, min(16, (os.cpu_count() or 2) // environment_number("LOCAL_WORLD_SIZE", 1)))
-
-
-def changes_since(listing_sha256: str, source: ImageSource) -> list[str]:
-    """What to say if a folder of images lists other paths, labels or file sizes than it did; data in memory cannot."""
-    if not isinstance(source, FolderSource):
-        return []
-    again = "put the files back as they were and begin again in another folder"
-    try:
-        now = open_class_folders(
-            source.root, name=source.name, split=source.split, low_resolution=source.low_resolution
-        ).listing_sha256()
-    except (PatchproofError, OSError) as error:
-        return [f"the data set changed during the run ({error}); {again}"]
-    return [] if now == listing_sha256 else [f"the data set changed during the run; {again}"]
-
-
-def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Every process sees the same weights, images and settings; the largest τ and the smallest chunk hold for all."""
-    for rank, theirs in enumerate(everyone):
-        different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
-        if different:
-            raise CheckError(
-                f"process {rank} of {len(everyone)} has another {different[0]}: "
-                f"{theirs['identity'].get(different[0])} instead of {current['identity'][different[0]]}; give every "
-                "machine the same files"
-            )
-        if current["tau"] is not None:
-            for kind in ("fast", "fp32"):
-                current["tau"][kind] = max(current["tau"][kind], theirs["tau"][kind])
-        current["batch_size"] = min(current["batch_size"], theirs["batch_size"])

@@ -20,9 +20,9 @@ from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
 from patchproof.models import ImageClassifier, adopt, classifier_summary, match_labels, save_checkpoint, weights_sha256
 from patchproof.runs._folder import UNREADABLE, RunFolder, write_atomically
-from patchproof.runs._manifest import SCHEMA, made_with, plain, preprocessing_facts
+from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts
 from patchproof.runs._record import Rate
-from patchproof.runs._session import changes_since, default_workers, preprocessing_for
+from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.training import Plan, paper_learning_rate
 from patchproof.types import InputError, Preprocessing, Size
 
