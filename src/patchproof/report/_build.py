@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from patchproof.models import load_checkpoint
 from patchproof.report import _content, _plots
-from patchproof.report._compare import TracedRun, concise, find_lineages, mixed_notices, paper_table, runs_table
+from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_table, runs_table, trace
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness, worst_masks
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
@@ -152,15 +152,15 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     if not folders:
         raise InputError("name at least one run folder")
     certified, trained = read_runs(folders)
-    traced = [TracedRun(r, lineage) for r, lineage in zip(certified, find_lineages(certified, trained), strict=True)]
+    traced = trace(certified, trained)
     several = len(traced) > 1
     notices = [Notice("", text) for text in mixed_notices(traced)]
     notices += [Notice(run.name, text) for run in certified for text in _content.attack_notices(run)]
     every: list[StoredRun] = [*certified, *trained]
     notices += [Notice(run.name, text) for run in every for text in run.notices]
     for one in traced:  # a strategy that is not known matters only where rows are named by it
-        if one.lineage.doubt and (several or one.lineage.strategy):
-            notices.append(Notice(one.run.name, one.lineage.doubt))
+        if one.doubt and (several or one.strategy):
+            notices.append(Notice(one.run.name, one.doubt))
     if several:
         runs = runs_table(traced)
         sections = [
@@ -198,7 +198,7 @@ def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTr
 def _details(one: TracedRun, options: Options) -> list[Section]:
     """One certification in depth."""
     run = one.run
-    settings = Section("settings", "Made with", tables=[_content.settings_table(run, one.lineage.strategy)])
+    settings = Section("settings", "Made with", tables=[_content.settings_table(run, one.strategy)])
     if not run.good:
         return [settings]
     source = find_images(run, options.dataset, options.data_dir)

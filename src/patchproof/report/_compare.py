@@ -34,27 +34,45 @@ CONTEXT = (
 
 
 @dataclass(frozen=True)
-class Lineage:
-    """How a run's weights were trained: the strategy, and how many extra passes per image it takes.
+class TracedRun:
+    """A run with how its weights were trained: the strategy, and how many extra passes per image it takes.
 
-    Where no training is known, `strategy` is None and `label` is the name of the first run with these weights.
+    Where no training is known, `strategy` is None and `first` says how the first run with these weights is called.
     """
 
-    label: str
+    run: StoredCertification
+    first: str
     strategy: str | None = None
     passes: int | None = None
     doubt: str | None = None
 
+    @property
+    def label(self) -> str:
+        return self.strategy or f"{self.first} †"
 
-def find_lineages(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[Lineage]:
+    @property
+    def certified(self) -> Rate:
+        return self.run.rates["certified"]
+
+    @property
+    def defense_words(self) -> str:
+        return f"{self.run.defense} ({self.run.guarantee})"
+
+    @cached_property
+    def paper(self) -> list[PaperNumber]:
+        return paper_numbers(self.run, self.strategy)
+
+
+def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
     """For each run the training whose checkpoint holds its very weights, else the one that its settings point at."""
     known: dict[Path, tuple[StoredTraining | None, str | None]] = {}
-    labels: dict[str, str] = {}
+    firsts: dict[str, str] = {}
     found = []
     for run in runs:
-        label = labels.setdefault(run.weights_sha256 or run.name, run.name)
+        first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
         weights = f" `{printable(run.weights)}`" if run.weights else ""
-        lineage = Lineage(label, doubt=f"no training is known for its weights{weights}; it goes by a folder's name")
+        doubt = f"no training is known for its weights{weights}; it goes by a folder's name"
+        traced = TracedRun(run, first, doubt=doubt)
         for checkpoint, named in find_weights(run, trainings):
             if checkpoint not in known:
                 known[checkpoint] = _trained(checkpoint)
@@ -62,15 +80,15 @@ def find_lineages(runs: Sequence[StoredCertification], trainings: Sequence[Store
             if training is None:
                 continue
             if sha256 == run.weights_sha256 is not None:
-                lineage = Lineage(training.strategy, training.strategy, training.search_passes)
+                traced = TracedRun(run, first, training.strategy, training.search_passes)
                 break
-            if named and lineage.strategy is None:
+            if named and traced.strategy is None:
                 doubt = (
                     f"it is shown as `{training.strategy}`, the strategy of the training around "
                     f"{printable(str(checkpoint))}, but the weights there are gone or not those of the run"
                 )
-                lineage = Lineage(training.strategy, training.strategy, training.search_passes, doubt)
-        found.append(lineage)
+                traced = TracedRun(run, first, training.strategy, training.search_passes, doubt)
+        found.append(traced)
     return found
 
 
@@ -126,30 +144,6 @@ def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
     own = [percent(value / 100) for context, value in known if context is None]
     others = ", ".join(f"{context} {percent(value / 100)}" for context, value in known)
     return own[0] if own else f"({others})" if others else None
-
-
-@dataclass(frozen=True)
-class TracedRun:
-    """A run with how its classifier was trained."""
-
-    run: StoredCertification
-    lineage: Lineage
-
-    @property
-    def label(self) -> str:
-        return self.lineage.label if self.lineage.strategy else f"{self.lineage.label} †"
-
-    @property
-    def certified(self) -> Rate:
-        return self.run.rates["certified"]
-
-    @cached_property
-    def paper(self) -> list[PaperNumber]:
-        return paper_numbers(self.run, self.lineage.strategy)
-
-    @property
-    def defense_words(self) -> str:
-        return f"{self.run.defense} ({self.run.guarantee})"
 
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
@@ -219,7 +213,7 @@ def strategy_order(label: str) -> tuple[int, str]:
 
 
 def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
-    unknown = any(one.lineage.strategy is None for one in traced)
+    unknown = any(one.strategy is None for one in traced)
     about = f"Rates with exact 95% intervals; {guarantee_note(one.run for one in traced)}"
     return (about, NO_NAME) if unknown else (about,)
 

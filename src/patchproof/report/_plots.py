@@ -177,7 +177,7 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
         return one.run.patch_percent
 
     def passes(one: TracedRun) -> float | None:
-        return one.lineage.passes
+        return one.passes
 
     found = [
         _against(known, "masks", "masks per axis", masks, ("patch_words",)),

@@ -277,10 +277,10 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
     names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]
     wrong = []
     for name, rate in Tally(names).add(run.records).rates().items():
-        said = results.get(name)
-        stored = (said.get("k"), said.get("n")) if isinstance(said, Mapping) else (0, 0)
-        if stored != (rate.k, rate.n):
-            wrong.append(printable(f"{name} {stored[0]} of {stored[1]}, the records {rate.k} of {rate.n}"))
+        said: Any = results.get(name)
+        k, n = (said.get("k"), said.get("n")) if isinstance(said, Mapping) else (0, 0)
+        if (k, n) != (rate.k, rate.n):
+            wrong.append(printable(f"{name} {k} of {n}, the records {rate.k} of {rate.n}"))
     if wrong:
         yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
 
@@ -307,7 +307,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         epochs=tuple(epochs[number] for number in sorted(epochs)),
         strategy=printable(identity["plan"]["strategy"]),
         search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
-        mask_patch=str(identity["plan"].get("mask_patch")),
+        mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
         weights_sha256=_text((results or {}).get("weights_sha256")),
         seconds=_seconds(results),
         notices=tuple(notices),
