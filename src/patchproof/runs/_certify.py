@@ -10,8 +10,8 @@ from typing import Any
 from patchproof.attacks import AttackPlan
 from patchproof.defenses import Defense
 from patchproof.runs._attack import Attacker
-from patchproof.runs._record import Rate, Record, Tally
-from patchproof.runs._session import Results, Session
+from patchproof.runs._record import Rate, Record, Results, Tally
+from patchproof.runs._session import Session
 from patchproof.runs.executors import Executor
 from patchproof.types import InputError, Preprocessing
 

@@ -78,18 +78,18 @@ def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> Non
         current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
 
 
-def changes_since(listing_sha256: str, source: ImageSource) -> list[str]:
+def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
     """What to say if a folder of images lists other paths, labels or file sizes than it did; data in memory cannot."""
     if not isinstance(source, FolderSource):
-        return []
+        return None
     again = "put the files back as they were and begin again in another folder"
     try:
         now = open_class_folders(
             source.root, name=source.name, split=source.split, low_resolution=source.low_resolution
         ).listing_sha256()
     except (PatchproofError, OSError) as error:
-        return [f"the data set changed during the run ({error}); {again}"]
-    return [] if now == listing_sha256 else [f"the data set changed during the run; {again}"]
+        return f"the data set changed during the run ({error}); {again}"
+    return None if now == listing_sha256 else f"the data set changed during the run; {again}"
 
 
 def made_with(device: torch.device) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 ACCURACIES = ("undefended", "defended", "certified")
@@ -191,3 +192,28 @@ class Tally:
 def rates(records: Iterable[Record]) -> dict[str, Rate]:
     """The three accuracies of the records that have findings."""
     return Tally().add(records).rates()
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run found; `content` is what results.json says. On processes that do not write, there are no records."""
+
+    records: tuple[Record, ...]
+    rates: Mapping[str, Rate]
+    content: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def undefended(self) -> Rate:
+        """The classifier alone, on clean images."""
+        return self.rates["undefended"]
+
+    @property
+    def defended(self) -> Rate:
+        """The defence, on clean images."""
+        return self.rates["defended"]
+
+    @property
+    def certified(self) -> Rate:
+        """Under every patch of the threat, provably."""
+        return self.rates["certified"]

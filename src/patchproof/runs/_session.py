@@ -39,8 +39,8 @@ from patchproof.runs._record import (
     ATTACK_ACCURACIES,
     BASE,
     AttackFindings,
-    Rate,
     Record,
+    Results,
     Tally,
     nested,
 )
@@ -49,31 +49,6 @@ from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExc
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence that does not say how many suit it."""
-
-
-@dataclass(frozen=True)
-class Results:
-    """What a run found; `content` is what results.json says. On processes that do not write, there are no records."""
-
-    records: tuple[Record, ...]
-    rates: Mapping[str, Rate]
-    content: Mapping[str, Any]
-    folder: Path | None = None
-
-    @property
-    def undefended(self) -> Rate:
-        """The classifier alone, on clean images."""
-        return self.rates["undefended"]
-
-    @property
-    def defended(self) -> Rate:
-        """The defence, on clean images."""
-        return self.rates["defended"]
-
-    @property
-    def certified(self) -> Rate:
-        """Under every patch of the threat, provably."""
-        return self.rates["certified"]
 
 
 @dataclass(frozen=True)
@@ -179,24 +154,24 @@ class Session:
             self.give_engine(engine)
             if self.on_start is not None:
                 self.on_start(self.tally, len(self.indices))
-            doubts: list[str] = []
+            doubt: str | None = None
             begun = len(self.records) % self.size
             try:
                 for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
                     self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
                     self.keep(piece.images[begun:])
                     begun = 0
-                doubts = changes_since(current["identity"]["data_sha256"], self.source)
+                doubt = changes_since(current["identity"]["data_sha256"], self.source)
             except TauExceededError as error:
                 if place is not None:
                     place.spoil(str(error))
                 raise
             finally:
                 self.seconds += time.monotonic() - started
-                content = self.content(doubts)
+                content = self.content(doubt)
                 if place is not None:
                     place.write_results(content)
-            for doubt in doubts:
+            if doubt is not None:
                 if place is not None:
                     place.spoil(doubt)
                 raise CheckError(doubt)
@@ -362,8 +337,8 @@ class Session:
             records, broken = self.attacker(self.defense, records, images, labels)
         return [Done(r, r.line(), *audits[row], broken.get(row)) for row, r in enumerate(records)]
 
-    def content(self, doubts: Sequence[str]) -> dict[str, Any]:
-        """results.json. Partial: not every image of the data set has been evaluated, or `doubts`."""
+    def content(self, doubt: str | None) -> dict[str, Any]:
+        """results.json. Partial: not every image of the data set has been evaluated, or there is a doubt about them."""
         tally = self.tally
         planned, available, bad = len(self.indices), len(self.source), tally.done - tally.good
         partial = [f"{planned} of {available} images were asked for (limit)"] if planned < available else []
@@ -371,12 +346,14 @@ class Session:
             partial.append(f"{tally.done} of {planned} images are done; resume to continue")
         if bad:
             partial.append(f"{bad} bad images were skipped")
+        if doubt is not None:
+            partial.append(doubt)
         good = max(1, tally.good)
         attack = {"passes": tally.passes, "passes_per_image": tally.passes / good, "queries": tally.queries}
         return {
             "schema": SCHEMA,
-            "status": "partial" if partial or doubts else "complete",
-            "partial": [*partial, *doubts],
+            "status": "partial" if partial else "complete",
+            "partial": partial,
             "defense": self.defense.name,
             "guarantee": self.defense.guarantee,
             "images": {"done": tally.done, "planned": planned, "available": available, "bad": bad},

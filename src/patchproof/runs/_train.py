@@ -169,9 +169,10 @@ def train(
         results["weights_sha256"] = weights_sha256(shipped)
         if place is not None:
             identity = manifest["identity"]
-            doubts = changes_since(identity["data_sha256"], source)
-            doubts += changes_since(identity["validation_sha256"], held_out.source) if held_out else []
-            for doubt in doubts:
+            doubt = changes_since(identity["data_sha256"], source)
+            if doubt is None and held_out is not None:
+                doubt = changes_since(identity["validation_sha256"], held_out.source)
+            if doubt is not None:
                 place.spoil(doubt)
             place.write_results(results)
     accelerator.end_training()
