@@ -209,12 +209,14 @@ def _details(one: TracedRun, options: Options) -> list[Section]:
     seen = any(witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
-    margins, margin_words = _content.margin_table(run), _content.margin_words(run)
+    unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
+    margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
+    passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: record.forwards)
     return [
         *_attacked([run], fallen),
         Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes]),
-        Section("margins", "Margins", margin_words, _plots.margin_pictures(run), [margins]),
-        Section("cost", "Cost", (), _plots.cost_pictures(run), [_content.cost_table(run)]),
+        Section("margins", "Margins", _content.margin_words(run), margins, [_content.margin_table(run)]),
+        Section("cost", "Cost", (), passes, [_content.cost_table(run)]),
         Section("gallery", title, [words], gallery=gallery),
         settings,
     ]

@@ -86,8 +86,9 @@ def ends(table: Table, count: int) -> Table:
     return Table(table.key, table.title, table.columns, rows, (*table.notes, note))
 
 
-def margins(run: StoredCertification, *, certified: bool) -> list[float]:
-    return [r.margin for r in run.good if r.margin is not None and bool(r.certified) == certified]
+def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
+    good = run.good
+    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
 
 
 def margin_unit(run: StoredCertification) -> str:
@@ -99,8 +100,8 @@ def margin_table(run: StoredCertification) -> Table:
     heads = ("smallest", "5%", "median", "95%", "largest")
     columns = (Column(margin_unit(run)), Column("images"), *(Column(head, digits=3) for head in heads))
     rows: list[tuple[Cell, ...]] = []
-    for words, certified in (("certified", True), ("not certified", False)):
-        values = margins(run, certified=certified)
+    for words, records in outcomes(run).items():
+        values = [r.margin for r in records if r.margin is not None]
         found = np.percentile(values, [0, 5, 50, 95, 100]).tolist() if values else [None] * 5
         rows.append((words, len(values), *found))
     unknown = sum(record.margin is None for record in run.good)

@@ -19,6 +19,7 @@ from patchproof.data import ImageSource, iterate_batches, preprocess, spread_ind
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, network, occlude
 from patchproof.models import ImageClassifier, match_labels
+from patchproof.report._content import outcomes
 from patchproof.report._figures import Picture, styled
 from patchproof.runs import Record, StoredCertification, preprocessing_for
 from patchproof.runs._reading import class_words, count_words, printable, shortened
@@ -79,14 +80,13 @@ class Gallery:
 def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
     """`count` certified images and `count` others, evenly spaced in the order of their margins."""
     groups, missing = [], 0
-    for title, certified in (("Certified", True), ("Not certified", False)):
-        kind = [record for record in run.good if bool(record.certified) == certified]
-        ordered = sorted(kind, key=lambda record: (abs(record.margin or 0.0), record.index))
+    for title, records in outcomes(run).items():
+        ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
         cards = [card for record in ordered if (card := _card(run, source, record)) is not None]
         missing += len(ordered) - len(cards)
-        groups += [(title, cards)] if cards else []
+        groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
     return Gallery(groups, notice)
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from patchproof.report._compare import TracedRun, strategy_order
-from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, margin_unit, margins
+from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, outcomes
 from patchproof.report._figures import (
     COLOURS,
     INK,
@@ -25,7 +25,7 @@ from patchproof.report._figures import (
     percent_axis,
     percents,
 )
-from patchproof.runs import Rate, StoredCertification, StoredTraining
+from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
 from patchproof.runs._reading import shortened
 
 MOST_CLASSES = 40
@@ -108,34 +108,26 @@ def histogram(groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS) ->
     return Histogram(edges, [[Rate(k, n) for k in row] for row in found], clipped)
 
 
-def margin_pictures(run: StoredCertification) -> list[Picture]:
-    groups = [margins(run, certified=kind) for kind in (True, False)]
-    return _histogram_pictures(run, "margins", "Margins", margin_unit(run), groups)
-
-
-def cost_pictures(run: StoredCertification) -> list[Picture]:
-    groups = [[float(r.forwards) for r in run.good if bool(r.certified) == kind] for kind in (True, False)]
-    return _histogram_pictures(run, "cost", "Passes per image", "passes per image", groups)
-
-
-def _histogram_pictures(
-    run: StoredCertification, key: str, title: str, unit: str, groups: Sequence[Sequence[float]]
+def histogram_pictures(
+    run: StoredCertification, key: str, title: str, unit: str, value: Callable[[Record], float | None]
 ) -> list[Picture]:
     """A histogram of the certified images and of the others; none where there are no values."""
-    found = histogram(groups, n=len(run.good))
+    known = {words: [v for r in some if (v := value(r)) is not None] for words, some in outcomes(run).items()}
+    found = histogram(list(known.values()), n=len(run.good))
     if found is None:
         return []
 
     def plot(axes: Axes) -> None:
-        for number, words in enumerate(("certified", "not certified")):
-            label = f"{words} (n = {len(groups[number]):,})"
+        for number, (words, values) in enumerate(known.items()):
+            label = f"{words} (n = {len(values):,})"
             error_bars(axes, found.edges, found.shares[number], label=label, number=number)
         if found.edges[0] < 0 < found.edges[-1]:
             axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         beyond = f"; {found.clipped:,} beyond the ends in the end bins" if found.clipped else ""
         axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
 
-    alt = f"Histogram of {unit} of {len(groups[0]):,} certified and {len(groups[1]):,} other images."
+    certified, others = (len(values) for values in known.values())
+    alt = f"Histogram of {unit} of {certified:,} certified and {others:,} other images."
     return [draw(key, f"{title}, n = {len(run.good):,}", alt, plot)]
 
 

@@ -96,7 +96,6 @@ class RunFolder:
         self.manifest_path = path / "manifest.json"
         self.records_path = path / "records.jsonl"
         self.sums_path = path / "records.crc"
-        self.results_path = path / "results.json"
         self.spoiled_path = path / "spoiled.json"
 
     @contextlib.contextmanager
@@ -172,9 +171,6 @@ class RunFolder:
         """Add lines of records; they are on disk when this returns. Checksums come first: no line is without one."""
         _write(self.sums_path, "ab", "".join(checksum(line) + "\n" for line in lines).encode())
         _write(self.records_path, "ab", b"".join(lines))
-
-    def write_results(self, results: Mapping[str, Any]) -> None:
-        write_atomically(self.results_path, dump_json(results))
 
 
 def checked_prefix(

@@ -21,7 +21,7 @@ from patchproof.defenses import Defense, assess, device_of
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
-from patchproof.runs._folder import RunFolder, checked_prefix, read_results
+from patchproof.runs._folder import RunFolder, checked_prefix, dump_json, read_results, write_atomically
 from patchproof.runs._manifest import (
     SCHEMA,
     agree,
@@ -170,7 +170,7 @@ class Session:
                 self.seconds += time.monotonic() - started
                 content = self.content(doubt)
                 if place is not None:
-                    place.write_results(content)
+                    write_atomically(place.path / "results.json", dump_json(content))
             if doubt is not None:
                 if place is not None:
                     place.spoil(doubt)

@@ -19,7 +19,7 @@ from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
 from patchproof.models import ImageClassifier, adopt, classifier_summary, match_labels, save_checkpoint, weights_sha256
-from patchproof.runs._folder import UNREADABLE, RunFolder, write_atomically
+from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, write_atomically
 from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts
 from patchproof.runs._record import Rate
 from patchproof.runs._session import default_workers, preprocessing_for
@@ -174,7 +174,7 @@ def train(
                 doubt = changes_since(identity["validation_sha256"], held_out.source)
             if doubt is not None:
                 place.spoil(doubt)
-            place.write_results(results)
+            write_atomically(place.path / "results.json", dump_json(results))
     accelerator.end_training()
     classifier.eval()
     return Trained(classifier, results, path)
