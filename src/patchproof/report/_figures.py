@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,17 +101,9 @@ class Picture:
         return self.svg.replace(" <defs>", ' <rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
 
 
-@contextmanager
-def styled() -> Iterator[None]:
+def styled() -> AbstractContextManager[None]:
     """Inside, figures look like ours; matplotlib's settings are the caller's again afterwards."""
-    fonts = logging.getLogger("matplotlib.font_manager")
-    before = fonts.level
-    fonts.setLevel(logging.ERROR)
-    try:
-        with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-            yield
-    finally:
-        fonts.setLevel(before)
+    return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
 def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
