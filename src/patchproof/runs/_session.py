@@ -149,7 +149,7 @@ class Session:
                 where, explicit = Path() if place is None else place.path, asked.batch_size != "auto"
                 engine = stored_engine(measured[0], stored, current, where=where, keep_batch=explicit)
             if place is not None:
-                self.take_up(place)
+                self.load_earlier(place)
             self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
             self.give_engine(engine)
             if self.on_start is not None:
@@ -238,7 +238,7 @@ class Session:
         end = -(-len(self.indices) // self.size)
         return range(done // self.size if done < len(self.indices) else end, end)
 
-    def take_up(self, place: RunFolder) -> None:
+    def load_earlier(self, place: RunFolder) -> None:
         """The records of earlier sessions, and what these took, as far as they could write it down."""
         self.records = list(checked_prefix(place.records(), self.indices, self.source.path, where=place.path))
         self.tally.add(self.records)
