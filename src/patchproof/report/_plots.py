@@ -160,21 +160,13 @@ Point = tuple[float, TracedRun]
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
     """Certified accuracy against masks per axis, patch size and training cost, where at least two values are there."""
     known = [one for one in traced if one.certified.n]
-    cost = "strategy, and its extra passes per image in training"
-
-    def masks(one: TracedRun) -> float | None:
-        return None if one.run.axes is None else float(max(one.run.axes))
-
-    def percent(one: TracedRun) -> float | None:
-        return one.run.patch_percent
-
-    def passes(one: TracedRun) -> float | None:
-        return one.passes
-
+    area, cost = "patch (% of the image's area)", "strategy, and its extra passes per image in training"
     found = [
-        _against(known, "masks", "masks per axis", masks, ("patch_words",)),
-        _against(known, "patch size", "patch (% of the image's area)", percent, ("masks_words",)),
-        _against(known, "training cost", cost, passes, ("masks_words", "patch_words"), by_strategy=False),
+        _against(known, "masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), ("patch_words",)),
+        _against(known, "patch size", area, lambda one: one.run.patch_percent, ("masks_words",)),
+        _against(
+            known, "training cost", cost, lambda one: one.passes, ("masks_words", "patch_words"), by_strategy=False
+        ),
     ]
     return [picture for picture in found if picture is not None]
 
@@ -199,7 +191,7 @@ def _against(
 
     def plot(axes: Axes) -> None:
         for number, (words, line) in enumerate(lines.items()):
-            at = [value if by_strategy else float(costs.index((value, one.label))) for value, one in line]
+            at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
             rates, name = [one.certified for _, one in line], shortened(" · ".join(words[i] for i in differ), 60)
             error_line(axes, at, rates, label=name, number=number, of=len(lines), joined=by_strategy)
         if by_strategy:
