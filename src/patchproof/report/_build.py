@@ -135,7 +135,7 @@ class Report:
 
 
 def notice_groups(notices: Sequence[Notice]) -> dict[str, list[str]]:
-    """The runs concerned, in words -> what is to be said; what is true of several runs is said once."""
+    """Names of runs -> their notices; a notice that several runs share appears once."""
     runs: dict[str, list[str]] = {}
     for notice in notices:
         runs.setdefault(notice.text, []).append(notice.run)
@@ -233,8 +233,7 @@ def _attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = Non
 
 
 def _training(runs: Sequence[StoredTraining]) -> list[Section]:
-    """Curves, and what each strategy hides: of the trainings whose weights are there, on the validation images of the
-    first whose images are."""
+    """Curves; and what each strategy hides, on the first validation images found, by the checkpoints found."""
     if not runs:
         return []
     tables = [_content.training_table(runs)]

@@ -64,7 +64,7 @@ class TracedRun:
 
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
-    """For each run the training whose checkpoint holds its very weights, else the one that its settings point at."""
+    """For each run the training whose checkpoint has its weights, else the one that its settings name."""
     known: dict[Path, tuple[StoredTraining | None, str | None]] = {}
     firsts: dict[str, str] = {}
     found = []
@@ -160,7 +160,7 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
 
 
 def concise(table: Table) -> Table:
-    """Without the columns of facts that are the same in every row: a note says them once, and the accuracies fit."""
+    """Without the columns that are the same in every row, which become one note."""
     same = [i for i, c in enumerate(table.columns) if c.name in COMMON and len({row[i] for row in table.rows}) == 1]
     if len(table.rows) < 2 or not same:
         return table
@@ -219,7 +219,7 @@ def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
-    """What keeps the runs from being compared number by number."""
+    """Why the runs are not directly comparable."""
     runs, notices = [one.run for one in traced], []
     if len({run.guarantee for run in runs}) > 1:
         names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}

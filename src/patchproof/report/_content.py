@@ -148,8 +148,8 @@ def settings_table(run: StoredCertification, strategy: str | None) -> Table:
 
 
 def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
-    """All five over the same images: one that was not attacked counts as its clean answer, which keeps upper bounds
-    upper bounds. What was not attacked at all, or has no clean answers, has no rate."""
+    """All five over the same images: one that was not attacked counts with its clean answer, so the rate stays an upper
+    bound. What was not attacked at all, or has no clean answers, has no rate."""
     found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
     for name, clean in (("undefended_attacked", "undefended"), ("attacked", "defended")):
         if found[name].n:
@@ -159,7 +159,7 @@ def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
 
 
 def attack_notices(run: StoredCertification) -> list[str]:
-    """What must be said first: certificates that broke, and records without a word about attacks."""
+    """Broken certificates, and records without attack findings."""
     notices = []
     broken = [str(record.index) for record in run.attacks if record.broken]
     if broken:
@@ -175,8 +175,7 @@ def attack_notices(run: StoredCertification) -> list[str]:
 
 
 def attack_table(runs: Sequence[StoredCertification]) -> Table:
-    """All five accuracies, how many certificates broke, and what was tried: several runs a row each, one run a row for
-    each of these."""
+    """Accuracies, broken certificates and cost; transposed where there is one run."""
     heads = ("run", *ATTACK_NAMES.values(), "certified but broken", "attacked copies")
     notes, rows = [f"Rates with exact 95% intervals; {guarantee_note(runs)}"], []
     for run in runs:

@@ -31,7 +31,7 @@ FILLS = ((COLOURS[0], ""), ("none", "////"))
 
 INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
-"""Inches: as narrow as a telephone's screen needs to keep the labels readable."""
+"""Inches; labels stay readable on a phone."""
 
 TITLE_WIDTH = 46
 """Letters of a title that fit into one line."""
@@ -89,7 +89,7 @@ class Picture:
 
     @property
     def inline(self) -> str:
-        """The SVG as an element of a page: its ids its own, its ink the page's, its size up to the page."""
+        """The SVG as an element of a page: unique ids, the page's text colour, no fixed size."""
         svg = self.svg[self.svg.index("<svg") :].replace(INK, "currentColor")
         svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{self.key}-", svg)
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
@@ -150,7 +150,7 @@ def percent_axis(axes: Axes, rates: Iterable[Rate]) -> None:
 def error_line(
     axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int, joined: bool = True
 ) -> None:
-    """Rates against x, with their 95% intervals; line `number` of `of` is moved aside a little, so that none hides."""
+    """Rates against x, with their 95% intervals; line `number` of `of` is shifted a little, so that none hides."""
     aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
     look = series_style(number) | ({} if joined else {"linestyle": "none"})
     look |= {"capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}

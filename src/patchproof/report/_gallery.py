@@ -42,7 +42,7 @@ MOST_PASSES = 100
 
 @dataclass(frozen=True)
 class Card:
-    """One image as the network sees it; beside it, where something was hidden from it, that copy and its answer."""
+    """One image as the network sees it and, if known, the masked copy that decided, with its label."""
 
     title: str
     label: str
@@ -92,8 +92,7 @@ def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> G
 
 
 def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery | None:
-    """Images whose right defended answer a patch changed, with its place, broken certificates first; None where none
-    can be shown."""
+    """Images whose right defended answer a patch changed, broken certificates first; None where none can be shown."""
     fell = [r for r in run.attacks if r.attack is not None and r.attack.place is not None and (r.defended or r.broken)]
     fell.sort(key=lambda r: (not r.broken, r.index))
     cards = [card for record in fell[:count] if (card := _card(run, source, record, changed=True)) is not None]

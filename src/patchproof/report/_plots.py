@@ -29,18 +29,18 @@ from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
 from patchproof.runs._reading import shortened
 
 MOST_CLASSES = 40
-"""So many classes can be told apart in one figure; of more, the distribution is shown."""
+"""With more classes, the figure shows the distribution instead."""
 
 BINS = 24
 OUTER = 0.5
 """Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
 
 POINTS = 120
-"""Of a loss curve: each is the mean over as many steps as it takes."""
+"""Points of a loss curve; each is the mean over neighbouring steps."""
 
 FEW_TICKS = 8
 FEW_NAMES = 4
-"""As many ticks with numbers, or with names, stand side by side."""
+"""Most ticks with numbers, or names, that fit side by side."""
 
 
 def counts(values: Iterable[int]) -> str:
@@ -219,7 +219,7 @@ def _against(
 def _lines(
     traced: Sequence[TracedRun], x: Callable[[TracedRun], float | None], same: Sequence[str], *, by_strategy: bool
 ) -> dict[tuple[str, ...], list[Point]]:
-    """Words that name a line -> its points in the order of x. What is not x is the same all along a line."""
+    """Words that name a line -> its points in the order of x. A line joins runs that differ in x alone."""
     groups: dict[Hashable, list[Point]] = {}
     for one in traced:
         value, run = x(one), one.run

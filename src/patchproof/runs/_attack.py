@@ -1,4 +1,4 @@
-"""Attacks on images that have been certified, and what is kept of a certificate that fell."""
+"""Attacks on certified batches, and the files kept of a broken certificate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from patchproof.runs._record import AttackFindings, Record
 
 
 class Attacker:
-    """Attacks batches that have been certified; what it attacks is built when the first one comes."""
+    """Attacks certified batches. Built for the first batch, when the defence has its engine."""
 
     images_at_once = 16
 
@@ -33,7 +33,7 @@ class Attacker:
     def __call__(
         self, defense: Any, records: Sequence[Record], images: Tensor, labels: Tensor
     ) -> tuple[list[Record], dict[int, tuple[Tensor, Tensor]]]:
-        """The records with what was found, and row -> (image, patched image) of the certificates that fell."""
+        """The records with their findings, and row -> (image, patched image) of the broken certificates."""
         if self.attacks is None:
             classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
             alone: Sequence[Attack] = ()

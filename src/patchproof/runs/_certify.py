@@ -44,7 +44,7 @@ def certify(
 
 @dataclass(frozen=True)
 class AttackResults(Results):
-    """What an attack found: `broken` are certificates that fell, which must not be."""
+    """What an attack found; `broken` are certified images whose answer a patch changed, and must be empty."""
 
     @property
     def attacked(self) -> Rate:

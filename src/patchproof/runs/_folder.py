@@ -1,4 +1,4 @@
-"""A run's folder: locked by one process, appended to line by line, continued only with what it began with."""
+"""A run's folder: locked by one process, appended to line by line, resumed only with the same settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchproof.types import CheckError, InputError
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What damaged or hostile JSON may raise where values are taken out of it."""
+"""What reading values from damaged or hostile JSON may raise."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """results.json, if a session got to write all of it."""
+    """results.json; None where it is missing or damaged."""
     try:
         return read_json(folder / "results.json")
     except CheckError:
@@ -39,7 +39,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 
 
 def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
-    """A manifest that is exactly what was written."""
+    """The manifest, if it is exactly what was written."""
     manifest = read_json(path)
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
         raise CheckError(f"{path} is not the manifest of a run; {remedy}")
@@ -51,8 +51,8 @@ def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
 def read_lines(
     lines: Sequence[bytes], parse: Callable[[str], Any], sums: Sequence[str] = ()
 ) -> tuple[list[Any], dict[int, Exception]]:
-    """What the sound lines hold, and what is wrong with the others, by number. A line must have its checksum, if `sums`
-    has one."""
+    """Values of the sound lines, and line number -> error of the damaged ones. `sums` are the lines' checksums, as far as
+    they are known."""
     values: list[Any] = []
     damaged: dict[int, Exception] = {}
     for number, line in enumerate(lines, start=1):
@@ -66,7 +66,7 @@ def read_lines(
 
 
 def checksum(line: bytes) -> str:
-    """Of a line with its line break."""
+    """CRC-32 of a line, including its line break."""
     return f"{zlib.crc32(line):08x}"
 
 
@@ -75,7 +75,7 @@ def dump_json(content: Mapping[str, Any]) -> str:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """All of it or nothing, also when the machine stops half-way."""
+    """All of it or nothing, even if the machine stops half-way."""
     temporary = path.with_name(path.name + ".part")
     _write(temporary, "wb", content.encode())
     temporary.replace(path)
@@ -89,7 +89,7 @@ def _write(path: Path, mode: str, content: bytes) -> None:
 
 
 class RunFolder:
-    """One run's folder, locked by one process at a time; what it has written survives whatever happens next."""
+    """One run's folder, locked by one process at a time; what has been written survives a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,7 +100,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
-        """Begin a run here, or go on with it; yields the manifest in force (the first session's, when resumed)."""
+        """Begin or resume a run; yields the manifest in force (the first session's, when resumed)."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -141,12 +141,12 @@ class RunFolder:
             yield
 
     def spoil(self, reason: str) -> NoReturn:
-        """What is in the folder cannot be trusted any more: fail, and let no later session go on with it."""
+        """The records cannot be trusted: fail, and refuse every later session."""
         write_atomically(self.spoiled_path, dump_json({"reason": reason}))
         raise CheckError(reason)
 
     def records(self, *, repair: bool = True) -> list[Record]:
-        """The finished records; a last line cut short by a kill is none of them.
+        """The finished records, without a last line cut short by a kill.
 
         With `repair`, which is for the one process that has the folder open, that line is removed, and so are
         checksums of lines that were never written.
@@ -176,7 +176,7 @@ class RunFolder:
 def checked_prefix(
     records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
-    """The records found, as long as they are the first ones of this run's plan, in its order."""
+    """The records, checked to be the first ones of this run's plan, in order."""
     for number, record in enumerate(records):
         if number == len(indices):
             raise CheckError(f"{where} holds more than the {len(indices)} records that the run has images for")
@@ -190,7 +190,7 @@ def checked_prefix(
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
-    """A run goes on only with what it began with; what differs is named, down to the single setting."""
+    """Refuse to resume with another identity; each setting that differs is named."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
     if stored["command"] != current["command"]:

@@ -1,4 +1,4 @@
-"""What a run was made with: enough to repeat it, and to refuse going on with something else."""
+"""What a run was made with: enough to repeat it, and to refuse to resume it with something else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAU_MAY_GROW = 2.0
 
 
 def plain(value: Any) -> Any:
-    """As JSON will give it back: lists for tuples, keys as text."""
+    """The value after a round trip through JSON: lists for tuples, keys as text."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -63,7 +63,7 @@ def stored_engine(
 
 
 def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Every process sees the same weights, images and settings; the largest τ and the smallest chunk hold for all."""
+    """Refuse processes with other weights, images or settings; take the largest τ and the smallest chunk of all."""
     for rank, theirs in enumerate(everyone):
         different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
         if different:
@@ -79,7 +79,7 @@ def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> Non
 
 
 def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
-    """What to say if a folder of images lists other paths, labels or file sizes than it did; data in memory cannot."""
+    """The complaint if a folder of images lists other paths, labels or file sizes than before; else None."""
     if not isinstance(source, FolderSource):
         return None
     again = "put the files back as they were and begin again in another folder"

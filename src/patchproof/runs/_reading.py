@@ -29,7 +29,7 @@ from patchproof.types import CheckError, InputError, PatchproofError, Preprocess
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 RESTORE = "restore it from a copy, or make the run again in another folder"
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
-"""The defence of runs whose manifest names none: there was no other."""
+"""The defence of old runs, whose manifests name none."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ StoredRun = StoredCertification | StoredTraining
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Each folder once, in the order given, under the last parts of its path that differ from the others'."""
+    """Each folder once, in order, named by the shortest end of its path that no other folder shares."""
     unique: dict[Path, Path] = {}
     for folder in folders:
         unique.setdefault(Path(os.path.realpath(folder)), folder)  # Path.resolve fails on links that form a loop
@@ -248,7 +248,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
 
 
 def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
-    """What is odd about the records, why they are not about all of the data, and how results.json differs."""
+    """Odd records, why they do not cover the whole data set, and how results.json contradicts them."""
     if repeated:
         yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
     places = evenly_spread(run.planned, run.available)
@@ -327,7 +327,7 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """What the sound lines of a JSONL file hold, and notices about the others; the last counts only with its end."""
+    """Values of the sound lines of a JSONL file, and notices about the others."""
     try:
         *lines, cut = path.read_bytes().split(b"\n")
     except OSError:
@@ -357,8 +357,7 @@ def _seconds(cost: Any) -> float | None:
 
 
 def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | None = None) -> ImageSource | str:
-    """The images that were certified, or that a training validated on, if they are still there and the same; else the
-    reason in words."""
+    """The images that were certified, or that a training validated on; if they are gone or changed, the reason."""
     config, identity = run.config, run.manifest["identity"]
     name = dataset or _text(config.get("validation")) or _text(config.get("dataset"))
     own = _text(config.get("data_dir"))
@@ -377,8 +376,8 @@ def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | Non
 
 
 def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] = ()) -> Iterator[tuple[Path, bool]]:
-    """Where the run's weights may be, and whether its settings say so: the place they name, seen from here or from
-    above the run; checkpoints beside the run, as recipes leave them; those of the trainings at hand."""
+    """Candidate paths of the run's weights, and whether its settings name them: relative to the working directory or a
+    parent of the run; then checkpoints beside the run and of the given trainings."""
     folder = run.folder.resolve()
     if run.weights is not None:
         yield from ((parent / Path(run.weights).expanduser(), True) for parent in (Path.cwd(), *folder.parents))

@@ -48,7 +48,7 @@ from patchproof.runs.executors import Executor, environment_number, launched
 from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExceededError
 
 IMAGES_AT_ONCE = 32
-"""Images per call of a defence that does not say how many suit it."""
+"""Images per call of a defence without `images_at_once`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Session:
         self.batch_size: int | None = None
 
     def execute(self) -> Results:
-        """Do what is not done yet; the results cover all of it."""
+        """Evaluate what is left; the results cover all sessions."""
         with self.team.at_work():
             return self._execute()
 
@@ -178,7 +178,7 @@ class Session:
         return Results(tuple(self.records), self.tally.rates(), content, None if place is None else place.path)
 
     def manifest(self, measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
-        """`identity` is what a record depends on, and may not change while the run goes on."""
+        """`identity` is what a record depends on; it may not change when the run is resumed."""
         defense, source, device = self.defense, self.source, device_of(self.defense)
         masks = getattr(defense, "masks", None)
         model = None if self.classifier is None else classifier_summary(self.classifier)
@@ -233,13 +233,13 @@ class Session:
         return int(getattr(self.defense, "images_at_once", IMAGES_AT_ONCE))
 
     def pieces(self, done: int) -> range:
-        """Pieces always begin at the same positions, so that an image has the same batch, and the same last digits, in
-        any session and on any number of processes."""
+        """Pieces always start at the same positions, so the batch of an image, and with it the last digits, do not depend
+        on sessions or processes."""
         end = -(-len(self.indices) // self.size)
         return range(done // self.size if done < len(self.indices) else end, end)
 
     def load_earlier(self, place: RunFolder) -> None:
-        """The records of earlier sessions, and what these took, as far as they could write it down."""
+        """Records, seconds and audit of earlier sessions; the last two are lost with results.json."""
         self.records = list(checked_prefix(place.records(), self.indices, self.source.path, where=place.path))
         self.tally.add(self.records)
         results: Any = read_results(place.path)
@@ -249,8 +249,8 @@ class Session:
             self.seconds, self.redone = seconds, redone
 
     def keep(self, images: Sequence[Done]) -> None:
-        """Show and write what is new. If `on_record` raises, the records it has seen are written; the others will be
-        done, and seen, when the run is resumed."""
+        """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated and
+        shown when the run is resumed."""
         for done in images:  # on disk before the record that speaks of it
             if done.broken is not None and self.attacker is not None and self.place is not None:
                 self.attacker.save_broken(self.place.path, self.defense, done.record, *done.broken)
@@ -269,7 +269,7 @@ class Session:
                 self.place.append(lines)
 
     def work(self, numbers: Iterator[int]) -> Iterator[tuple[int, Piece]]:
-        """The pieces of these numbers, each asked for when it is about to be read, at most one ahead."""
+        """Pieces by number. A number is taken when its images are about to be decoded, at most one piece ahead."""
         size, claimed = self.size, deque[int]()
         evaluator: Evaluator | None = getattr(self.defense, "evaluator", None)
         if evaluator is None and self.classifier is not None:
@@ -338,7 +338,7 @@ class Session:
         return [Done(r, r.line(), *audits[row], broken.get(row)) for row, r in enumerate(records)]
 
     def content(self, doubt: str | None) -> dict[str, Any]:
-        """results.json. Partial: not every image of the data set has been evaluated, or there is a doubt about them."""
+        """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
         tally = self.tally
         planned, available, bad = len(self.indices), len(self.source), tally.done - tally.good
         partial = [f"{planned} of {available} images were asked for (limit)"] if planned < available else []

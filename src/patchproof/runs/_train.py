@@ -50,7 +50,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What one epoch came to: validation accuracies, if there are validation images."""
+    """Validation accuracies after one epoch, if there are validation images."""
 
     epoch: int
     step: int
@@ -229,7 +229,7 @@ def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class Validation:
-    """The same images after every epoch, against the patch of the training masks with the 3×3 set."""
+    """The same images after every epoch, certified with 3×3 masks against the patch of the training masks."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Validation:
 
 
 class TrainingLog:
-    """log.jsonl: one line per step and one per epoch, so that curves can be drawn while it grows."""
+    """log.jsonl: one line per step and one per epoch."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -279,7 +279,7 @@ class TrainingLog:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def cut_after(self, step: int) -> None:
-        """Forget the steps after the checkpoint, which will be done again, and a line cut short by a kill."""
+        """Remove the steps after the checkpoint, which will be repeated, and a line cut short by a kill."""
         if self.path is None or not self.path.exists():
             return
         kept = []

@@ -156,7 +156,7 @@ class Torchrun:
             return self.store.get(key).decode()
 
     def _require_alive(self) -> None:
-        """No process has failed, and every one that has not finished has shown a heartbeat lately."""
+        """Raise if a process has failed, or has neither finished nor shown a heartbeat lately."""
         key = f"{self._run}/failed"
         if self.store.check([key]):
             failed = json.loads(self.store.get(key))
@@ -234,5 +234,5 @@ def launched() -> Executor:
 
 
 def local_rank() -> int | None:
-    """The number of this process among those of its machine, which says which GPU to take; None when it is alone."""
+    """Which of the machine's processes, and so which GPU, this is; None without a launcher."""
     return environment_number("LOCAL_RANK", 0) if environment_number("WORLD_SIZE", 1) > 1 else None
