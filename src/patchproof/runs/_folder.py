@@ -51,8 +51,8 @@ def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
 def read_lines(
     lines: Sequence[bytes], parse: Callable[[str], Any], sums: Sequence[str] = ()
 ) -> tuple[list[Any], dict[int, Exception]]:
-    """Values of the sound lines, and line number -> error of the damaged ones. `sums` are the lines' checksums, as far as
-    they are known."""
+    """Values of the sound lines, and line number -> error of the damaged ones. `sums` are the checksums of the lines,
+    as far as they are known."""
     values: list[Any] = []
     damaged: dict[int, Exception] = {}
     for number, line in enumerate(lines, start=1):

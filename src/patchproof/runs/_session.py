@@ -233,8 +233,8 @@ class Session:
         return int(getattr(self.defense, "images_at_once", IMAGES_AT_ONCE))
 
     def pieces(self, done: int) -> range:
-        """Pieces always start at the same positions, so the batch of an image, and with it the last digits, do not depend
-        on sessions or processes."""
+        """Pieces always start at the same positions, so the batch of an image, and with it the last digits, are
+        independent of sessions and processes."""
         end = -(-len(self.indices) // self.size)
         return range(done // self.size if done < len(self.indices) else end, end)
 
@@ -249,8 +249,8 @@ class Session:
             self.seconds, self.redone = seconds, redone
 
     def keep(self, images: Sequence[Done]) -> None:
-        """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated and
-        shown when the run is resumed."""
+        """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated
+        and shown when the run is resumed."""
         for done in images:  # on disk before the record that speaks of it
             if done.broken is not None and self.attacker is not None and self.place is not None:
                 self.attacker.save_broken(self.place.path, self.defense, done.record, *done.broken)
