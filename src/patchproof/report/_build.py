@@ -211,7 +211,7 @@ def _details(one: TracedRun, options: Options) -> list[Section]:
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
     unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
     margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
-    passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: record.forwards)
+    passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: float(record.forwards))
     return [
         *_attacked([run], fallen),
         Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes]),
