@@ -18,8 +18,8 @@ import pytest
 from patchproof.cli import run as command
 from patchproof.models import sealed
 from patchproof.report import Options, Report, build_report, class_words, notice_groups
+from patchproof.report._build import Notice
 from patchproof.report._figures import COLOURS, INK, series_style
-from patchproof.report._page import Notice
 from patchproof.report._plots import histogram
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
@@ -221,7 +221,7 @@ def test_more_classes_than_fit_are_ranked(tmp_path):
     report = build_report([run])
     (picture,) = [p for p in report.pictures if p.key == "classes"]
     assert "from the lowest to the highest" in picture.svg
-    (shown,) = [t for s in report.page.sections for t in s.tables if t.key == "classes"]
+    (shown,) = [t for s in report.sections for t in s.tables if t.key == "classes"]
     assert (len(shown.rows), len(table(report, "classes"))) == (40, 90)
     rates = [row[2].rate for row in shown.rows]
     everything = sorted(float(row["certified rate"]) for row in table(report, "classes"))
@@ -253,7 +253,7 @@ def test_every_accuracy_is_on_the_page_with_its_guarantee(folder, tmp_path):
     for row in table(report, "accuracies"):
         assert f"{100 * float(row['rate (95% interval) rate']):.1f}%" in page.text
         assert f"{row['images']} images" in page.text
-    assert report.page.subtitle.startswith("Certified recovery against one patch of 5×5 px (3.2%)")
+    assert report.subtitle.startswith("Certified recovery against one patch of 5×5 px (3.2%)")
     assert "clean images, through double masking" in page.text
     assert page.text.count("certified (recovery) = the right label under any such patch.") == 1
     assert "certified (recovery)" in report.pictures[0].svg
@@ -320,7 +320,7 @@ def test_detection_is_named_everywhere_and_double_masking_nowhere(tmp_path):
     run = write_run(tmp_path / "r", manifest(count=60, **detection()), random_records(60))
     report = build_report([run])
     page = written(report, tmp_path / "out")
-    assert report.page.subtitle.startswith("Certified detection against one patch of")
+    assert report.subtitle.startswith("Certified detection against one patch of")
     for words in (
         "certified (detection) = the right label or an alarm under any such patch.",
         "clean images, through the defence alarm",
@@ -339,7 +339,7 @@ def test_a_defence_without_classifier_or_masks_has_a_page(tmp_path):
     records = [replace(r, undefended=None, evidence={"votes": [3, r.index]}) for r in random_records(40)]
     report = build_report([write_run(tmp_path / "r", content, records)])
     page = written(report, tmp_path / "out")
-    assert report.page.title == "votes on pets"
+    assert report.title == "votes on pets"
     assert [row["accuracy"] for row in table(report, "accuracies")] == ["defended", "certified"]
     assert list(table(report, "classes")[0])[-5:] == [f"defended {part}" for part in ("k", "n", "rate", "low", "high")]
     for words in ("class 2", "no masks", "not measured", "The run does not say where its images are"):

@@ -20,7 +20,7 @@ from run_folders import attacked_records, detection, manifest, random_records, w
 
 
 def attacked(report):
-    return next(section for section in report.page.sections if section.key == "attacked")
+    return next(section for section in report.sections if section.key == "attacked")
 
 
 def fallen(record: Record, **changes) -> Record:
@@ -53,7 +53,7 @@ def test_all_five_accuracies_are_counted_from_the_records(folder):
     report = build_report([folder])
     (table,) = attacked(report).tables
     assert [value for _, value in table.rows] == [*(plain[name] for name in ATTACK_ACCURACIES), 0, 6000]
-    assert report.page.sections[0].key == "attacked"
+    assert report.sections[0].key == "attacked"
     assert not [notice for notice in report.notices if "broken" in notice.text]
     text = "".join(ElementTree.fromstring(report.pictures[0].svg_file).itertext())
     for words in ("n = 60", "images (%)", "defended, attacked", "recovery"):

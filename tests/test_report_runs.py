@@ -21,12 +21,18 @@ from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint, load_classifier, sealed
 from patchproof.recipes import recipes
 from patchproof.report import Options, build_report, worst_masks
-from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_numbers, paper_table, runs_table
-from patchproof.report._gallery import hidden, make_gallery
-from patchproof.report._lineage import Lineage, find_lineages
+from patchproof.report._compare import (
+    TracedRun,
+    concise,
+    mixed_notices,
+    paper_numbers,
+    paper_table,
+    runs_table,
+    trace,
+)
+from patchproof.report._gallery import COLUMNS, SHADE, chosen_masks, hidden, make_gallery, sample
 from patchproof.report._plots import comparison_pictures
 from patchproof.report._tables import csv_text
-from patchproof.report._worst_masks import COLUMNS, SHADE, chosen_masks, sample
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
 from run_folders import CLASSES, detection, manifest, random_records, write_run
@@ -184,17 +190,21 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
 # Strategies
 
 
+def lineages(runs, trainings) -> list[tuple]:
+    return [(one.label, one.strategy, one.passes, one.doubt) for one in trace(runs, trainings)]
+
+
 def test_a_run_is_traced_to_the_training_that_made_its_weights(real, tmp_path):
     runs = [read_run(real / "cutout" / "certify-2"), read_run(real / "greedy" / "alarm")]
-    assert find_lineages(runs, []) == [Lineage("cutout", "cutout", 0), Lineage("greedy", "greedy", 25)]
+    assert lineages(runs, []) == [("cutout", "cutout", 0, None), ("greedy", "greedy", 25, None)]
     shutil.copytree(real, tmp_path / "moved")
     lost = replace(runs[1], folder=tmp_path / "elsewhere" / "r", weights="/gone/checkpoint-last")
-    unknown = find_lineages([lost, replace(lost, name="again")], [])
-    assert [(one.strategy, one.label) for one in unknown] == [(None, "alarm"), (None, "alarm")]  # the same weights
+    unknown = trace([lost, replace(lost, name="again")], [])
+    assert [(one.strategy, one.label) for one in unknown] == [(None, "alarm †"), (None, "alarm †")]  # the same weights
     beside = replace(lost, folder=tmp_path / "moved" / "greedy" / "alarm")
-    assert find_lineages([beside], []) == [Lineage("greedy", "greedy", 25)]
+    assert lineages([beside], []) == [("greedy", "greedy", 25, None)]
     _, trained = read_runs([tmp_path / "moved" / "cutout", tmp_path / "moved" / "greedy"])
-    assert find_lineages([lost], trained) == [Lineage("greedy", "greedy", 25)]
+    assert lineages([lost], trained) == [("greedy", "greedy", 25, None)]
 
 
 def test_weights_that_changed_since_are_doubted_and_never_another_strategys(real, tmp_path):
@@ -203,19 +213,19 @@ def test_weights_that_changed_since_are_doubted_and_never_another_strategys(real
     shutil.rmtree(tmp_path / "t" / "cutout" / "checkpoint-best")
     (checkpoint / "model.safetensors").unlink()
     named = replace(run, weights=str(checkpoint))
-    assert find_lineages([named], []) == [Lineage("cutout", "cutout", 0)]  # results.json knows what they were
+    assert lineages([named], []) == [("cutout", "cutout", 0, None)]  # results.json knows what they were
     (tmp_path / "t" / "cutout" / "results.json").unlink()
     others = [read_run(tmp_path / "t" / "greedy")]
-    (found,) = find_lineages([named], others)
+    (found,) = trace([named], others)
     assert found.strategy == "cutout"
     assert "but the weights there are gone or not those of the run" in found.doubt
     path = tmp_path / "t" / "cutout" / "manifest.json"
     path.write_text(path.read_text().replace("cutout", "rand"))  # its checksum is now another
-    (found,) = find_lineages([named], others)
-    assert (found.strategy, found.label) == (None, "certify-2")
+    (found,) = trace([named], others)
+    assert (found.strategy, found.label) == (None, "certify-2 †")
     assert "no training is known for its weights" in found.doubt
     path.write_text(json.dumps(sealed({})))
-    assert find_lineages([named], others)[0].strategy is None
+    assert trace([named], others)[0].strategy is None
 
 
 # The paper
@@ -278,7 +288,7 @@ def traced(folder: Path, strategy: str | None, *, seed: int = 0, count: int = 40
     run = read_run(
         write_run(folder / f"run{number}", manifest(count=count, **changes), random_records(count, seed=seed))
     )
-    return TracedRun(run, Lineage(strategy or run.name, strategy, passes if strategy else None))
+    return TracedRun(run, run.name, strategy, passes if strategy else None)
 
 
 def test_the_papers_layout_has_a_row_per_strategy_and_columns_per_setting(tmp_path):
@@ -358,7 +368,7 @@ def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
     assert report.notices[0].text == (
         "mixed: detection (run1), recovery (run0); certified detection and certified recovery are not comparable"
     )
-    shown = {column.name for s in report.page.sections for t in s.tables if t.key == "runs" for column in t.columns}
+    shown = {column.name for s in report.sections for t in s.tables if t.key == "runs" for column in t.columns}
     assert {"defence", "guarantee"} <= shown
     groups = [name for name, _ in paper_table(runs).groups]
     assert [group.split(" · ")[2] for group in groups[1:]] == ["patchcleanser (recovery)", "alarm (detection)"]

@@ -1,35 +1,35 @@
-"""From run folders to a report, and from a report to files."""
+"""From run folders to a report, and from a report to files: one HTML page, in which nothing is loaded from anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from patchproof.models import load_checkpoint
 from patchproof.report import _content, _plots
-from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_table, runs_table
+from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_table, runs_table, trace
 from patchproof.report._figures import Picture
-from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness
-from patchproof.report._lineage import find_lineages
-from patchproof.report._page import GENERATOR, Notice, Page, Section, render
-from patchproof.report._tables import RENDERERS, Table
-from patchproof.report._worst_masks import worst_masks
-from patchproof.runs._files import write_atomically
-from patchproof.runs._reading import (
-    StoredCertification,
-    StoredRun,
-    StoredTraining,
-    count_words,
-    find_images,
-    printable,
-    read_runs,
-)
+from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness, worst_masks
+from patchproof.report._tables import RENDERERS, Table, interval_words, percent
+from patchproof.runs import Rate, StoredCertification, StoredTraining, find_images, read_runs, write_atomically
+from patchproof.runs._reading import StoredRun, count_words, printable
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
+from patchproof.version import __version__
+
+GENERATOR = "patchproof report"
+"""What the page's head says it was made by; an earlier report is known by it."""
 
 SHOWN_CLASSES = 20
 MOST_IMAGES = 100
+MOST_NAMES = 4
+"""Of more runs that share a notice, not all are named."""
+
 WITNESS = (
     "Left the image as the network sees it, right the copy under the masks that decided: those under which it fails, "
     "or for a certified image those with the smallest margin. Masked pixels have the colour they had in the run; the "
@@ -37,6 +37,10 @@ WITNESS = (
 )
 INTERVALS = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
 ALONE = "The images as the network sees them, evenly spaced from the narrowest margin to the widest."
+BOUNDS = (
+    "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
+    "robust accuracy is between them. A patch that was not found proves nothing."
+)
 CHANGED = "The place of the patch that changed the defended answer is blank on the right; its pixels are not kept."
 WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
 
@@ -57,19 +61,54 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """Something a reader must know before the numbers; `run` is "" when it is about all of them."""
+
+    run: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with paragraphs, figures and tables below it; `key` is its address in the page."""
+
+    key: str
+    title: str
+    words: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    gallery: Gallery | None = None
+    wide: bool = False
+
+    @property
+    def beside(self) -> bool:
+        """One figure and one table stand side by side where the screen is wide enough."""
+        return len(self.pictures) == len(self.tables) == 1
+
+
+@dataclass(frozen=True)
 class Report:
     """A page, and the tables and figures in it as files of their own."""
 
-    page: Page
-    tables: tuple[Table, ...]
+    title: str
+    subtitle: str
+    notices: Sequence[Notice]
+    tiles: Sequence[tuple[str, str, Rate]]
+    """Accuracies in large type: name, meaning, rate."""
+    sections: Sequence[Section]
+    tables: Sequence[Table]
 
     @property
     def pictures(self) -> list[Picture]:
-        return [picture for section in self.page.sections for picture in section.pictures]
+        return [picture for section in self.sections for picture in section.pictures]
 
-    @property
-    def notices(self) -> Sequence[Notice]:
-        return self.page.notices
+    def html(self) -> str:
+        """Every text is escaped, only the figures' own SVG is not."""
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        environment.filters["svg"] = lambda picture: Markup(picture.inline)
+        environment.filters |= {"percent": percent, "interval": interval_words}
+        template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
+        return template.render(page=self, groups=notice_groups(self.notices), generator=GENERATOR, version=__version__)
 
     def write(self, folder: Path) -> Path:
         """Put everything into `folder`, in place of the report that may be there; returns the page's path."""
@@ -91,8 +130,20 @@ class Report:
         for table in self.tables:
             for ending, text in RENDERERS.items():
                 (folder / "tables" / f"{table.key}.{ending}").write_text(text(table), encoding="utf-8", newline="\n")
-        write_atomically(page, render(self.page))
+        write_atomically(page, self.html())
         return page
+
+
+def notice_groups(notices: Sequence[Notice]) -> dict[str, list[str]]:
+    """Names of runs -> their notices; a notice that several runs share appears once."""
+    runs: dict[str, list[str]] = {}
+    for notice in notices:
+        runs.setdefault(notice.text, []).append(notice.run)
+    groups: dict[str, list[str]] = {}
+    for text, names in runs.items():
+        more = f" and {len(names) - MOST_NAMES + 1} more" if len(names) > MOST_NAMES else ""
+        groups.setdefault(", ".join(names[: MOST_NAMES - 1] if more else names) + more, []).append(text)
+    return groups
 
 
 def build_report(folders: Sequence[Path], options: Options | None = None) -> Report:
@@ -101,33 +152,35 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     if not folders:
         raise InputError("name at least one run folder")
     certified, trained = read_runs(folders)
-    traced = [TracedRun(r, lineage) for r, lineage in zip(certified, find_lineages(certified, trained), strict=True)]
+    traced = trace(certified, trained)
     several = len(traced) > 1
     notices = [Notice("", text) for text in mixed_notices(traced)]
     notices += [Notice(run.name, text) for run in certified for text in _content.attack_notices(run)]
     every: list[StoredRun] = [*certified, *trained]
     notices += [Notice(run.name, text) for run in every for text in run.notices]
     for one in traced:  # a strategy that is not known matters only where rows are named by it
-        if one.lineage.doubt and (several or one.lineage.strategy):
-            notices.append(Notice(one.run.name, one.lineage.doubt))
+        if one.doubt and (several or one.strategy):
+            notices.append(Notice(one.run.name, one.doubt))
     if several:
-        sections, complete = _comparison(traced), [runs_table(traced)]
+        runs = runs_table(traced)
+        sections = [
+            Section("comparison", "Strategies", tables=[paper_table(traced)]),
+            Section("figures", "What changes certified accuracy", pictures=_plots.comparison_pictures(traced)),
+            *_attacked(certified),
+            Section("runs", "The runs", tables=[concise(runs)]),
+        ]
+        complete, tiles = [runs], []
     else:
         sections = [section for one in traced for section in _details(one, chosen)]
         complete = [table(run) for run in certified for table in (_content.accuracy_table, _content.class_table)]
+        tiles = [(name, _content.meanings(run)[name], rate) for run in certified for name, rate in run.rates.items()]
     sections += _training(trained)
     title, subtitle = _titles(certified, trained)
-    tiles = [(name, _content.meanings(run)[name], rate) for run in certified for name, rate in run.rates.items()]
-    page = Page(
-        title=printable(chosen.title or title),
-        subtitle=subtitle,
-        notices=notices,
-        tiles=[] if several else tiles,
-        sections=[section for section in sections if section],
-    )
     # Each table once; those that the page shows in part are files with all rows and columns.
     tables = {table.key: table for section in sections for table in section.tables}
-    return Report(page, tuple((tables | {table.key: table for table in complete}).values()))
+    tables |= {table.key: table for table in complete}
+    shown = [section for section in sections if section.pictures or section.tables or section.gallery]
+    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, list(tables.values()))
 
 
 def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]) -> tuple[str, str]:
@@ -145,24 +198,26 @@ def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTr
 def _details(one: TracedRun, options: Options) -> list[Section]:
     """One certification in depth."""
     run = one.run
-    settings = Section("settings", "Made with", tables=(_content.settings_table(run, one.lineage),))
+    settings = Section("settings", "Made with", tables=[_content.settings_table(run, one.strategy)])
     if not run.good:
         return [settings]
     source = find_images(run, options.dataset, options.data_dir)
-    shown = _content.changed(run)[: options.images]
-    fallen = None if isinstance(source, str) else attacked_gallery(run, source, shown)
-    gallery = Gallery(notice=source) if isinstance(source, str) else make_gallery(run, source, options.images)
+    if isinstance(source, str):
+        fallen, gallery = None, Gallery(notice=source)
+    else:
+        fallen, gallery = attacked_gallery(run, source, options.images), make_gallery(run, source, options.images)
     seen = any(witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
-    drawn = {key: (picture,) for key, picture in _plots.record_pictures(run).items()}
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
-    explained, margins = _content.margin_words(run), _content.margin_table(run)
+    unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
+    margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
+    passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: float(record.forwards))
     return [
         *_attacked([run], fallen),
-        Section("classes", "By class", (INTERVALS,), (_plots.class_picture(run),), (classes,)),
-        Section("margins", "Margins", explained, drawn.get("margins", ()), (margins,)),
-        Section("cost", "Cost", (), drawn.get("cost", ()), (_content.cost_table(run),)),
-        Section("gallery", title, (words,), gallery=gallery),
+        Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes]),
+        Section("margins", "Margins", _content.margin_words(run), margins, [_content.margin_table(run)]),
+        Section("cost", "Cost", (), passes, [_content.cost_table(run)]),
+        Section("gallery", title, [words], gallery=gallery),
         settings,
     ]
 
@@ -172,35 +227,18 @@ def _attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = Non
     chosen = [run for run in runs if run.attacks]
     if not chosen:
         return []
-    words = (_content.BOUNDS, CHANGED) if gallery else (_content.BOUNDS,)
-    pictures, tables = (_plots.bounds_picture(chosen),), (_content.attack_table(chosen),)
+    words = [BOUNDS, CHANGED] if gallery else [BOUNDS]
+    pictures, tables = [_plots.bounds_picture(chosen)], [_content.attack_table(chosen)]
     return [Section("attacked", "Under attack", words, pictures, tables, gallery)]
 
 
-def _comparison(traced: Sequence[TracedRun]) -> list[Section]:
-    """Several certifications side by side."""
-    return [
-        Section("comparison", "Strategies", tables=(paper_table(traced),)),
-        Section("figures", "What changes certified accuracy", (), tuple(_plots.comparison_pictures(traced))),
-        *_attacked([one.run for one in traced]),
-        Section("runs", "The runs", tables=(concise(runs_table(traced)),)),
-    ]
-
-
 def _training(runs: Sequence[StoredTraining]) -> list[Section]:
+    """Curves; and what each strategy hides, on the first validation images found, by the checkpoints found."""
     if not runs:
         return []
-    picture = _worst_masks(runs)
-    return [
-        Section("training", "Training", (), tuple(_plots.training_pictures(runs)), (_content.training_table(runs),)),
-        Section("worst-masks", "What each strategy hides", (WORST,), (picture,) if picture else (), wide=True),
-    ]
-
-
-def _worst_masks(runs: Sequence[StoredTraining]) -> Picture | None:
-    """Of the trainings whose weights are there, on the validation images of the first whose images are."""
-    sources = (find_images(run) for run in runs)
-    source = next((found for found in sources if not isinstance(found, str)), None)
+    tables = [_content.training_table(runs)]
+    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=tables)]
+    source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
     classifiers = {}
     for run in runs:
         if source is not None and run.mask_patch == "3%" and run.strategy in STRATEGIES:
@@ -209,7 +247,10 @@ def _worst_masks(runs: Sequence[StoredTraining]) -> Picture | None:
             except (PatchproofError, OSError):
                 continue
             classifiers[_plots.line_name(run)] = run.strategy, classifier
-    try:
-        return worst_masks(classifiers, source, seed=0) if source is not None and classifiers else None
-    except PatchproofError:  # e.g. weights for other classes than the first run's images have
-        return None
+    if source is not None and classifiers:
+        try:
+            picture = worst_masks(classifiers, source, seed=0)
+        except PatchproofError:  # e.g. weights for other classes than the first run's images have
+            return sections
+        sections.append(Section("worst-masks", "What each strategy hides", [WORST], [picture], wide=True))
+    return sections

@@ -1,20 +1,21 @@
-"""Several certifications side by side, in the layout of the paper's tables, with the paper's numbers beside ours."""
+"""Several certifications side by side: how their weights were trained, and the paper's numbers beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from patchproof.geometry import parse_patches
+from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, recipes
 from patchproof.report._content import guarantee_note
-from patchproof.report._lineage import Lineage
 from patchproof.report._tables import Cell, Column, Table, cell_text, percent
-from patchproof.runs._reading import StoredCertification, shortened
-from patchproof.runs._record import ACCURACIES, Rate
+from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
+from patchproof.runs._reading import find_weights, printable, shortened
 from patchproof.training import STRATEGIES
-from patchproof.types import Size
+from patchproof.types import PatchproofError, Size
 
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -30,6 +31,79 @@ CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
 )
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A run with how its weights were trained: the strategy, and how many extra passes per image it takes.
+
+    Where no training is known, `strategy` is None and `first` says how the first run with these weights is called.
+    """
+
+    run: StoredCertification
+    first: str
+    strategy: str | None = None
+    passes: int | None = None
+    doubt: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.strategy or f"{self.first} †"
+
+    @property
+    def certified(self) -> Rate:
+        return self.run.rates["certified"]
+
+    @property
+    def defense_words(self) -> str:
+        return f"{self.run.defense} ({self.run.guarantee})"
+
+    @cached_property
+    def paper(self) -> list[PaperNumber]:
+        return paper_numbers(self.run, self.strategy)
+
+
+def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
+    """For each run the training whose checkpoint has its weights, else the one that its settings name."""
+    known: dict[Path, tuple[StoredTraining | None, str | None]] = {}
+    firsts: dict[str, str] = {}
+    found = []
+    for run in runs:
+        first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
+        weights = f" `{printable(run.weights)}`" if run.weights else ""
+        doubt = f"no training is known for its weights{weights}; it goes by a folder's name"
+        traced = TracedRun(run, first, doubt=doubt)
+        for checkpoint, named in find_weights(run, trainings):
+            if checkpoint not in known:
+                known[checkpoint] = _trained(checkpoint)
+            training, sha256 = known[checkpoint]
+            if training is None:
+                continue
+            if sha256 == run.weights_sha256 is not None:
+                traced = TracedRun(run, first, training.strategy, training.search_passes)
+                break
+            if named and traced.strategy is None:
+                doubt = (
+                    f"it is shown as `{training.strategy}`, the strategy of the training around "
+                    f"{printable(str(checkpoint))}, but the weights there are gone or not those of the run"
+                )
+                traced = TracedRun(run, first, training.strategy, training.search_passes, doubt)
+        found.append(traced)
+    return found
+
+
+def _trained(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
+    """The training around a checkpoint, and the sha256 of its weights; of weights that are gone, what was noted."""
+    try:
+        training = read_run(checkpoint.parent) if (checkpoint.parent / "manifest.json").is_file() else None
+    except (PatchproofError, OSError):
+        return None, None
+    if not isinstance(training, StoredTraining):
+        return None, None
+    try:
+        return training, checkpoint_sha256(checkpoint)
+    except (PatchproofError, OSError):
+        return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
 
 
 @dataclass(frozen=True)
@@ -72,30 +146,6 @@ def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
     return own[0] if own else f"({others})" if others else None
 
 
-@dataclass(frozen=True)
-class TracedRun:
-    """A run with how its classifier was trained."""
-
-    run: StoredCertification
-    lineage: Lineage
-
-    @property
-    def label(self) -> str:
-        return self.lineage.label if self.lineage.strategy else f"{self.lineage.label} †"
-
-    @property
-    def certified(self) -> Rate:
-        return self.run.rates["certified"]
-
-    @cached_property
-    def paper(self) -> list[PaperNumber]:
-        return paper_numbers(self.run, self.lineage.strategy)
-
-    @property
-    def defense_words(self) -> str:
-        return f"{self.run.defense} ({self.run.guarantee})"
-
-
 def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
     heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds")
@@ -106,19 +156,19 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
         passes = sum(record.forwards for record in run.good) / len(run.good) if run.good else None
         found = (run.rates.get(name) for name in ACCURACIES)
         rows.append((run.name, one.label, *facts, one.certified.n, *found, passes, run.seconds))
-    return Table("runs", "The runs", tuple(map(Column, heads)), tuple(rows), _notes(traced))
+    return Table("runs", "The runs", [Column(head) for head in heads], rows, _notes(traced))
 
 
 def concise(table: Table) -> Table:
-    """Without the columns of facts that are the same in every row: a note says them once, and the accuracies fit."""
+    """Without the columns that are the same in every row, which become one note."""
     same = [i for i, c in enumerate(table.columns) if c.name in COMMON and len({row[i] for row in table.rows}) == 1]
     if len(table.rows) < 2 or not same:
         return table
     said = ", ".join(f"{table.columns[i].name} {cell_text(table.rows[0][i])}" for i in same)
     kept = [i for i in range(len(table.columns)) if i not in same]
-    rows = tuple(tuple(row[i] for i in kept) for row in table.rows)
-    columns = tuple(table.columns[i] for i in kept)
-    return Table(table.key, table.title, columns, rows, (f"The same for all: {said}.", *table.notes))
+    rows = [tuple(row[i] for i in kept) for row in table.rows]
+    notes = (f"The same for all: {said}.", *table.notes)
+    return Table(table.key, table.title, [table.columns[i] for i in kept], rows, notes)
 
 
 def paper_table(traced: Sequence[TracedRun]) -> Table:
@@ -137,18 +187,23 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         while ((one.label, number), setting) in cells:
             number += 1
         cells[(one.label, number), setting] = one
-    columns, picks = [Column("strategy")], []
+    columns: list[tuple[Column, Callable[[TracedRun], Cell]]] = []
     for setting, runs in settings.items():
-        for name, pick in _setting_columns(runs):
-            columns.append(Column(name, group=setting))
-            picks.append((setting, pick))
-    rows = []
-    for row in sorted({row for row, _ in cells}, key=lambda row: (*strategy_order(row[0]), row[1])):
-        found = [(cells.get((row, setting)), pick) for setting, pick in picks]
-        name = row[0] if row[1] == 1 else f"{row[0]} (run {row[1]})"
+        paper = Column("paper", setting)
+        columns.append((Column("defended", setting), lambda one: one.run.rates["defended"]))
+        if any(number.defended is not None for one in runs for number in one.paper):
+            columns.append((paper, lambda one: paper_words(one.paper, "defended")))
+        columns.append((Column("certified", setting), lambda one: one.certified))
+        if any(one.paper for one in runs):
+            columns.append((paper, lambda one: paper_words(one.paper, "certified")))
+    rows: list[tuple[Cell, ...]] = []
+    for label, number in sorted({row for row, _ in cells}, key=lambda row: (*strategy_order(row[0]), row[1])):
+        found = [(cells.get(((label, number), column.group)), pick) for column, pick in columns]
+        name = label if number == 1 else f"{label} (run {number})"
         rows.append((name, *(None if one is None else pick(one) for one, pick in found)))
     notes = (*_notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
-    return Table("comparison", "Defended and certified accuracy", tuple(columns), tuple(rows), notes)
+    heads = [Column("strategy"), *(column for column, _ in columns)]
+    return Table("comparison", "Defended and certified accuracy", heads, rows, notes)
 
 
 def strategy_order(label: str) -> tuple[int, str]:
@@ -157,24 +212,14 @@ def strategy_order(label: str) -> tuple[int, str]:
     return known.index(label) if label in known else len(known), label
 
 
-def _setting_columns(traced: Sequence[TracedRun]) -> list[tuple[str, Callable[[TracedRun], Cell]]]:
-    columns: list[tuple[str, Callable[[TracedRun], Cell]]] = [("defended", lambda one: one.run.rates["defended"])]
-    if any(number.defended is not None for one in traced for number in one.paper):
-        columns.append(("paper", lambda one: paper_words(one.paper, "defended")))
-    columns.append(("certified", lambda one: one.certified))
-    if any(one.paper for one in traced):
-        columns.append(("paper", lambda one: paper_words(one.paper, "certified")))
-    return columns
-
-
 def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
-    unknown = any(one.lineage.strategy is None for one in traced)
+    unknown = any(one.strategy is None for one in traced)
     about = f"Rates with exact 95% intervals; {guarantee_note(one.run for one in traced)}"
     return (about, NO_NAME) if unknown else (about,)
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
-    """What keeps the runs from being compared number by number."""
+    """Why the runs are not directly comparable."""
     runs, notices = [one.run for one in traced], []
     if len({run.guarantee for run in runs}) > 1:
         names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}

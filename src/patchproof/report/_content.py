@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from patchproof.geometry import size_words
-from patchproof.report._lineage import Lineage
 from patchproof.report._tables import Cell, Column, Table, duration
-from patchproof.runs._reading import StoredCertification, StoredTraining, count_words, printable, shortened
-from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record, Tally, rates
+from patchproof.runs import ATTACK_ACCURACIES, Rate, Record, StoredCertification, StoredTraining, Tally, rates
+from patchproof.runs._reading import count_words, printable, shortened
 
 GUARANTEES = {
     "recovery": "the right label under any such patch",
@@ -22,10 +21,6 @@ TWO_MASK_MARGIN = (
     "pair makes the classifier answer another label."
 )
 EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
-BOUNDS = (
-    "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
-    "robust accuracy is between them. A patch that was not found proves nothing."
-)
 ATTACK_NAMES = {
     "undefended": "undefended",
     "undefended_attacked": "undefended, attacked",
@@ -33,8 +28,6 @@ ATTACK_NAMES = {
     "attacked": "defended, attacked",
     "certified": "certified",
 }
-CLEAN = {"undefended_attacked": "undefended", "attacked": "defended"}
-"""An accuracy under attack, and the clean one that it cannot exceed."""
 
 
 def guarantee_note(runs: Iterable[StoredCertification]) -> str:
@@ -59,8 +52,8 @@ def margin_words(run: StoredCertification) -> tuple[str, ...]:
 
 
 def accuracy_table(run: StoredCertification) -> Table:
-    columns = tuple(map(Column, ("accuracy", "images", "rate (95% interval)", "of what")))
-    rows = tuple((name, f"{r.k:,} of {r.n:,}", r, meanings(run)[name]) for name, r in run.rates.items())
+    columns = [Column(head) for head in ("accuracy", "images", "rate (95% interval)", "of what")]
+    rows = [(name, f"{r.k:,} of {r.n:,}", r, meanings(run)[name]) for name, r in run.rates.items()]
     return Table("accuracies", "Accuracies", columns, rows)
 
 
@@ -74,12 +67,13 @@ def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
 
 def class_table(run: StoredCertification) -> Table:
     names = list(run.rates)[::-1]
-    columns = (Column("class"), Column("images"), *map(Column, names))
     rows: list[tuple[Cell, ...]] = []
     for label, found in by_class(run).items():
         rows.append((run.class_name(label), found["certified"].n, *(found[name] for name in names)))
     note = f"With exact 95% intervals; {guarantee_note([run])}"
-    return Table("classes", "Accuracies by class", columns, tuple(rows), (note,))
+    return Table(
+        "classes", "Accuracies by class", [Column(head) for head in ("class", "images", *names)], rows, (note,)
+    )
 
 
 def ends(table: Table, count: int) -> Table:
@@ -92,8 +86,9 @@ def ends(table: Table, count: int) -> Table:
     return Table(table.key, table.title, table.columns, rows, (*table.notes, note))
 
 
-def margins(run: StoredCertification, *, certified: bool) -> list[float]:
-    return [r.margin for r in run.good if r.margin is not None and bool(r.certified) == certified]
+def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
+    good = run.good
+    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
 
 
 def margin_unit(run: StoredCertification) -> str:
@@ -105,13 +100,13 @@ def margin_table(run: StoredCertification) -> Table:
     heads = ("smallest", "5%", "median", "95%", "largest")
     columns = (Column(margin_unit(run)), Column("images"), *(Column(head, digits=3) for head in heads))
     rows: list[tuple[Cell, ...]] = []
-    for words, certified in (("certified", True), ("not certified", False)):
-        values = margins(run, certified=certified)
+    for words, records in outcomes(run).items():
+        values = [r.margin for r in records if r.margin is not None]
         found = np.percentile(values, [0, 5, 50, 95, 100]).tolist() if values else [None] * 5
         rows.append((words, len(values), *found))
     unknown = sum(record.margin is None for record in run.good)
     notes = (f"{unknown:,} images have no margin: it is not a finite number.",) if unknown else ()
-    return Table("margins", "Margins", columns, tuple(rows), notes)
+    return Table("margins", "Margins", columns, rows, notes)
 
 
 def cost_table(run: StoredCertification) -> Table:
@@ -129,42 +124,42 @@ def cost_table(run: StoredCertification) -> Table:
     if run.seconds:
         rows.append(("time", duration(run.seconds)))
         rows.append(("images per second", f"{len(passes) / run.seconds:,.1f}"))
-    return Table("cost", "Cost", (Column("what"), Column("how much")), tuple(rows))
+    return Table("cost", "Cost", (Column("what"), Column("how much")), rows)
 
 
-def settings_table(run: StoredCertification, lineage: Lineage) -> Table:
-    rows = [
-        ("data set", run.dataset),
-        ("architecture", run.architecture),
-        ("weights", run.weights or "not named"),
-        ("trained on the masks of", lineage.strategy or "no training run is known"),
-        ("network input", "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels"),
-        ("patch", run.patch_words),
-        ("defence", run.defense),
-        ("guarantee", f"{run.guarantee}: {GUARANTEES[run.guarantee]}"),
-        ("masks", run.masks_words),
-        ("smallest margin that counts (τ)", "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)"),
-        ("precision", run.precision),
-        ("device", run.device),
-        ("folder", str(run.folder)),
-    ]
-    return Table(
-        "settings", "Made with", (Column("what"), Column("value")), tuple((what, printable(v)) for what, v in rows)
-    )
+def settings_table(run: StoredCertification, strategy: str | None) -> Table:
+    facts = {
+        "data set": run.dataset,
+        "architecture": run.architecture,
+        "weights": run.weights or "not named",
+        "trained on the masks of": strategy or "no training run is known",
+        "network input": "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels",
+        "patch": run.patch_words,
+        "defence": run.defense,
+        "guarantee": f"{run.guarantee}: {GUARANTEES[run.guarantee]}",
+        "masks": run.masks_words,
+        "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
+        "precision": run.precision,
+        "device": run.device,
+        "folder": str(run.folder),
+    }
+    rows = [(what, printable(value)) for what, value in facts.items()]
+    return Table("settings", "Made with", (Column("what"), Column("value")), rows)
 
 
 def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
-    """All five over the same images: one that was not attacked counts as its clean answer, which keeps upper bounds
-    upper bounds. What was not attacked at all, or has no clean answers, has no rate."""
+    """All five over the same images: one that was not attacked counts with its clean answer, so the rate stays an upper
+    bound. What was not attacked at all, or has no clean answers, has no rate."""
     found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
-    for name, clean in CLEAN.items():
-        answers = [r.finding(clean) if r.finding(name) is None else r.finding(name) for r in run.attacks]
-        found[name] = Rate(sum(map(bool, answers)), len(answers)) if found[name].n else Rate(0, 0)
+    for name, clean in (("undefended_attacked", "undefended"), ("attacked", "defended")):
+        if found[name].n:
+            answers = [r.finding(clean) if r.finding(name) is None else r.finding(name) for r in run.attacks]
+            found[name] = Rate(sum(map(bool, answers)), len(answers))
     return {name: rate for name, rate in found.items() if rate.n}
 
 
 def attack_notices(run: StoredCertification) -> list[str]:
-    """What must be said first: certificates that broke, and records without a word about attacks."""
+    """Broken certificates, and records without attack findings."""
     notices = []
     broken = [str(record.index) for record in run.attacks if record.broken]
     if broken:
@@ -180,8 +175,7 @@ def attack_notices(run: StoredCertification) -> list[str]:
 
 
 def attack_table(runs: Sequence[StoredCertification]) -> Table:
-    """All five accuracies, how many certificates broke, and what was tried; one run below each other, several a row
-    each."""
+    """Accuracies, broken certificates and cost; transposed where there is one run."""
     heads = ("run", *ATTACK_NAMES.values(), "certified but broken", "attacked copies")
     notes, rows = [f"Rates with exact 95% intervals; {guarantee_note(runs)}"], []
     for run in runs:
@@ -193,20 +187,13 @@ def attack_table(runs: Sequence[StoredCertification]) -> Table:
             words = f"{tried:,} of {len(findings):,} images were attacked behind the defence"
             notes.append(f"{run.name}: {words}; the others count as clean.")
     if len(rows) > 1:
-        return Table("attacked", "Under attack", tuple(map(Column, heads)), tuple(rows), tuple(notes))
-    pairs = tuple(zip(heads[1:], rows[0][1:], strict=True))
-    return Table("attacked", "Under attack", (Column("what"), Column("images")), pairs, tuple(notes))
-
-
-def changed(run: StoredCertification) -> list[Record]:
-    """The images whose right defended answer a patch changed, broken certificates first."""
-    fell = [r for r in run.attacks if r.attack is not None and r.attack.place is not None and (r.defended or r.broken)]
-    return sorted(fell, key=lambda r: (not r.broken, r.index))
+        return Table("attacked", "Under attack", [Column(head) for head in heads], rows, notes)
+    pairs = list(zip(heads[1:], rows[0][1:], strict=True))
+    return Table("attacked", "Under attack", (Column("what"), Column("images")), pairs, notes)
 
 
 def training_table(runs: Sequence[StoredTraining]) -> Table:
     heads = ("run", "strategy", "extra passes per image", "steps", "epochs", "seconds", "best epoch")
-    columns = (*map(Column, heads), Column("undefended"), Column("certified"))
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
         best = run.best
@@ -214,4 +201,5 @@ def training_table(runs: Sequence[StoredTraining]) -> Table:
         steps = run.losses[-1][0] if run.losses else 0
         rows.append((run.name, run.strategy, run.search_passes, steps, len(run.epochs), run.seconds, *found))
     note = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
-    return Table("training", "Training", columns, tuple(rows), (note,))
+    columns = [Column(head) for head in (*heads, "undefended", "certified")]
+    return Table("training", "Training", columns, rows, (note,))

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from patchproof.runs._record import Rate
+from patchproof.runs import Rate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -32,7 +31,7 @@ FILLS = ((COLOURS[0], ""), ("none", "////"))
 
 INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
-"""Inches: as narrow as a telephone's screen needs to keep the labels readable."""
+"""Inches; labels stay readable on a phone."""
 
 TITLE_WIDTH = 46
 """Letters of a title that fit into one line."""
@@ -90,8 +89,8 @@ class Picture:
 
     @property
     def inline(self) -> str:
-        """The SVG as an element of a page: its ids its own, its ink the page's, its size up to the page."""
-        svg = self.svg[self.svg.index("<svg") :].replace(f"{INK}", "currentColor")
+        """The SVG as an element of a page: unique ids, the page's text colour, no fixed size."""
+        svg = self.svg[self.svg.index("<svg") :].replace(INK, "currentColor")
         svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{self.key}-", svg)
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
         return re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 role="img"', svg, count=1)
@@ -102,17 +101,9 @@ class Picture:
         return self.svg.replace(" <defs>", ' <rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
 
 
-@contextmanager
-def styled() -> Iterator[None]:
+def styled() -> AbstractContextManager[None]:
     """Inside, figures look like ours; matplotlib's settings are the caller's again afterwards."""
-    fonts = logging.getLogger("matplotlib.font_manager")
-    before = fonts.level
-    fonts.setLevel(logging.ERROR)
-    try:
-        with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-            yield
-    finally:
-        fonts.setLevel(before)
+    return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
 def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
@@ -157,27 +148,13 @@ def percent_axis(axes: Axes, rates: Iterable[Rate]) -> None:
 
 
 def error_line(
-    axes: Axes,
-    x: Sequence[float],
-    rates: Sequence[Rate],
-    *,
-    label: str,
-    number: int,
-    of: int,
-    joined: bool = True,
+    axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int, joined: bool = True
 ) -> None:
-    """Rates against x, with their 95% intervals; line `number` of `of` is moved aside a little, so that none hides."""
+    """Rates against x, with their 95% intervals; line `number` of `of` is shifted a little, so that none hides."""
     aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
-    axes.errorbar(
-        x,
-        percents(rates),
-        yerr=errors(rates),
-        capsize=2.5,
-        elinewidth=1,
-        label=label,
-        transform=axes.transData + aside,
-        **series_style(number) | ({} if joined else {"linestyle": "none"}),
-    )
+    look = series_style(number) | ({} if joined else {"linestyle": "none"})
+    look |= {"capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}
+    axes.errorbar(x, percents(rates), yerr=errors(rates), label=label, **look)
     # Lines with a transform of their own are not counted when axes choose their limits.
     axes.update_datalim([(at, 100 * bound) for at, rate in zip(x, rates, strict=True) for bound in rate.interval])
     axes.autoscale_view()
@@ -185,11 +162,9 @@ def error_line(
 
 def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
     """Rates as full or hatched bars between consecutive edges, with their 95% intervals; none for nothing."""
-    shown = [
-        (left, right, rate) for (left, right), rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k
-    ]
-    chosen = [rate for _, _, rate in shown]
-    middles, widths = [(left + right) / 2 for left, right, _ in shown], [right - left for left, right, _ in shown]
+    bins = [(ends, rate) for ends, rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k]
+    middles, widths = [(left + right) / 2 for (left, right), _ in bins], [right - left for (left, right), _ in bins]
+    chosen = [rate for _, rate in bins]
     face, hatch = FILLS[number]
     look: dict[str, Any] = {"facecolor": face, "edgecolor": COLOURS[number], "hatch": hatch, "linewidth": 0.8}
     axes.bar(middles, percents(chosen), width=widths, label=label, **look)

@@ -1,33 +1,48 @@
-"""Images of a run, beside what the network saw of them where the records say so: the copy under the deciding masks."""
+"""Images of runs: beside what the network saw of them, and under the masks that each strategy trains on."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64, UInt8
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 
-from patchproof.data import BadImageError, ImageSource, preprocess
+from patchproof.data import ImageSource, iterate_batches, preprocess, spread_indices
 from patchproof.geometry import MaskSet, Rect
-from patchproof.masking import as_images, occlude
-from patchproof.runs._reading import StoredCertification, count_words, printable
-from patchproof.runs._record import Record
-from patchproof.types import PatchproofError, Preprocessing, Size
+from patchproof.masking import as_images, network, occlude
+from patchproof.models import ImageClassifier, match_labels
+from patchproof.report._content import outcomes
+from patchproof.report._figures import Picture, styled
+from patchproof.runs import Record, StoredCertification, preprocessing_for
+from patchproof.runs._reading import class_words, count_words, printable, shortened
+from patchproof.training import masking_strategy
+from patchproof.types import InputError, PatchproofError, Preprocessing, Size
 
 SMALL = 64
 """Images up to this side are kept pixel by pixel; larger ones as JPEG, no larger than LARGEST."""
 
 LARGEST = 224
 
+COLUMNS = 6
+SHADE = (0.84, 0.37, 0.0)
+"""Vermilion; it reads as dark grey in black and white."""
+
+STRIP_SIDE = 112
+MOST_PASSES = 100
+"""A strategy that takes more passes per image is left out: a page should not take minutes."""
+
 
 @dataclass(frozen=True)
 class Card:
-    """One image as the network sees it; beside it, where something was hidden from it, that copy and its answer."""
+    """One image as the network sees it and, if known, the masked copy that decided, with its label."""
 
     title: str
     label: str
@@ -58,30 +73,30 @@ class Card:
 class Gallery:
     """Titles and their cards; a notice where images are missing."""
 
-    groups: tuple[tuple[str, tuple[Card, ...]], ...] = ()
+    groups: Sequence[tuple[str, Sequence[Card]]] = ()
     notice: str | None = None
 
 
 def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
     """`count` certified images and `count` others, evenly spaced in the order of their margins."""
-    groups, chosen = [], 0
-    for title, certified in (("Certified", True), ("Not certified", False)):
-        kind = [record for record in run.good if bool(record.certified) == certified]
-        ordered = sorted(kind, key=lambda record: (abs(record.margin or 0.0), record.index))
+    groups, missing = [], 0
+    for title, records in outcomes(run).items():
+        ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-        chosen += len(ordered)
-        cards = [_card(run, source, record) for record in ordered]
-        groups.append((title, tuple(card for card in cards if card is not None)))
-    missing = chosen - sum(len(cards) for _, cards in groups)
+        cards = [card for record in ordered if (card := _card(run, source, record)) is not None]
+        missing += len(ordered) - len(cards)
+        groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
-    return Gallery(tuple(group for group in groups if group[1]), notice)
+    return Gallery(groups, notice)
 
 
-def attacked_gallery(run: StoredCertification, source: ImageSource, records: Iterable[Record]) -> Gallery | None:
-    """Images whose answer a patch changed, with its place; None where none can be shown."""
-    cards = [card for record in records if (card := _card(run, source, record, changed=True)) is not None]
-    return Gallery((("Changed by a patch", tuple(cards)),)) if cards else None
+def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery | None:
+    """Images whose right defended answer a patch changed, broken certificates first; None where none can be shown."""
+    fell = [r for r in run.attacks if r.attack is not None and r.attack.place is not None and (r.defended or r.broken)]
+    fell.sort(key=lambda r: (not r.broken, r.index))
+    cards = [card for record in fell[:count] if (card := _card(run, source, record, changed=True)) is not None]
+    return Gallery([("Changed by a patch", cards)]) if cards else None
 
 
 def _card(run: StoredCertification, source: ImageSource, record: Record, *, changed: bool = False) -> Card | None:
@@ -90,16 +105,15 @@ def _card(run: StoredCertification, source: ImageSource, record: Record, *, chan
         return None
     try:
         pixels = preprocess(source.load(record.index), run.preprocessing or Preprocessing(resize=None))
-    except (BadImageError, PatchproofError, OSError):
+    except (PatchproofError, OSError):
         return None
     image = as_images(pixels[None], "cpu")[0]
     size = int(image.shape[1]), int(image.shape[2])
     if size != (run.image_size or size) or len(image) not in (1, 3):
         return None
-    rects, answer, how = witness(run, record)
-    if changed:
-        assert record.attack is not None
-        assert record.attack.place is not None
+    rects, answer = witness(run, record)
+    how = f"under {count_words(len(rects), 'mask', 'masks')}" if rects else ""
+    if changed and record.attack is not None and record.attack.place is not None:
         rects, answer, how = (Rect(*record.attack.place),), record.attack.attacked_label, "where the patch was"
         if not (rects[0].height and rects[0].width and Rect(0, 0, *size).contains(rects[0])):
             return None
@@ -117,16 +131,16 @@ def _card(run: StoredCertification, source: ImageSource, record: Record, *, chan
     )
 
 
-def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None, str]:
-    """The masks of the record's witness, each once, the label it answered, and what was done in words."""
+def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None]:
+    """The masks of the record's witness, each once, and the label it answered."""
     found = record.evidence.get("witness")
     masks, label = (found.get("masks"), found.get("label")) if isinstance(found, Mapping) else (None, None)
     if run.masks is None or not isinstance(masks, list):
-        return (), None, ""
+        return (), None
     if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
-        return (), None, ""
+        return (), None
     rects = tuple(run.masks.rects[number] for number in dict.fromkeys(masks))
-    return rects, label if type(label) is int else None, f"under {count_words(len(rects), 'mask', 'masks')}"
+    return rects, label if type(label) is int else None
 
 
 def hidden(
@@ -140,8 +154,7 @@ def hidden(
 
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
     """The image inside the page itself, in 8 bits."""
-    pixels = image.mul(255).round().to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).contiguous()
-    picture, file = Image.fromarray(pixels.numpy()), io.BytesIO()
+    picture, file = Image.fromarray(_bytes(image.expand(3, -1, -1))), io.BytesIO()
     if max(picture.size) <= SMALL:
         picture.save(file, "PNG", optimize=True)
         kind = "png"
@@ -150,3 +163,69 @@ def data_uri(image: Float[Tensor, "c h w"]) -> str:
         picture.save(file, "JPEG", quality=86, optimize=True)
         kind = "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+
+
+def _bytes(image: Float[Tensor, "c h w"]) -> UInt8[np.ndarray, "h w c"]:
+    return image.mul(255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+
+
+def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: ImageSource, *, seed: int) -> Picture:
+    """The paper's illustration: a row for each copy that each strategy trains on, masked by the classifier it trained,
+    with answer and loss below.
+
+    `classifiers` are name -> (strategy, classifier); those of another input size than the first are left out.
+    """
+    size = next(iter(classifiers.values()))[1].input_size
+    strips: list[tuple[str, Float[Tensor, "b c h w"], list[str]]] = []  # title, images, a caption below each
+    for name, (strategy, classifier) in classifiers.items():
+        if classifier.input_size != size or len(classifier.fill) != 3:
+            continue
+        images, labels = sample(source, classifier)
+        words = class_words(dict(enumerate(classifier.class_names or source.class_names)))
+        if not strips:
+            strips.append(("image", images, [shortened(words[label], 22) for label in labels.tolist()]))
+        keep = chosen_masks(strategy, classifier, images, labels, seed=seed)
+        for number, visible in enumerate(keep, start=1):
+            logits = network(classifier)(images, visible)
+            losses = functional.cross_entropy(logits, labels, reduction="none").tolist()
+            answers = [shortened(words[label], 22) for label in logits.argmax(dim=1).tolist()]
+            captions = [f"{answer}\n{loss:.2f}" for answer, loss in zip(answers, losses, strict=True)]
+            shaded = torch.where(visible, images, torch.tensor(SHADE)[:, None, None])
+            strips.append((f"{name} {number}" if len(keep) > 1 else name, shaded, captions))
+    if not strips:
+        raise InputError("none of the classifiers takes colour images, so what they were trained on cannot be shown")
+    count = len(strips[0][2])
+    with styled():
+        figure = Figure(figsize=(1.25 * count + 0.3, 1.5 * len(strips) + 0.3), layout="constrained")
+        grid = figure.subplots(len(strips), count, squeeze=False)
+        for row, (name, images, captions) in zip(grid, strips, strict=True):
+            row[0].set_ylabel(shortened(printable(name), 22), fontsize=8)
+            if max(images.shape[2:]) > STRIP_SIDE:
+                images = functional.interpolate(images, size=(STRIP_SIDE,) * 2, mode="bilinear", antialias=True)
+            for axes, image, caption in zip(row, images, captions, strict=True):
+                axes.imshow(_bytes(image), interpolation="none")
+                axes.set_xlabel(caption, fontsize=6.5)
+                axes.set(xticks=[], yticks=[])
+        title = f"What each strategy hides from its own network, n = {count} images"
+        figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
+        return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)
+
+
+def sample(source: ImageSource, classifier: ImageClassifier) -> tuple[Float[Tensor, "b c h w"], Int64[Tensor, " b"]]:
+    """A few images spread over the source, and the classifier's outputs for their labels."""
+    how = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
+    indices = spread_indices(source, COLUMNS)
+    (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
+    outputs = torch.tensor(match_labels(source.class_names, classifier))
+    return as_images(batch.images, "cpu"), outputs[batch.labels]
+
+
+def chosen_masks(
+    strategy: str, classifier: ImageClassifier, images: Tensor, labels: Tensor, *, seed: int
+) -> Bool[Tensor, "copies b 1 h w"]:
+    """What the strategy leaves visible; no copies where it takes too long to choose."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = masking_strategy(strategy, image_size=classifier.input_size, generator=generator)
+    if chosen.forwards + chosen.backwards > MOST_PASSES:
+        return torch.ones(0, len(images), 1, *classifier.input_size, dtype=torch.bool)
+    return chosen(classifier, images, labels)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from patchproof.report._compare import TracedRun, strategy_order
-from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, margin_unit, margins
+from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, outcomes
 from patchproof.report._figures import (
     COLOURS,
     INK,
@@ -24,22 +25,22 @@ from patchproof.report._figures import (
     percent_axis,
     percents,
 )
-from patchproof.runs._reading import StoredCertification, StoredTraining, shortened
-from patchproof.runs._record import Rate
+from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
+from patchproof.runs._reading import shortened
 
 MOST_CLASSES = 40
-"""So many classes can be told apart in one figure; of more, the distribution is shown."""
+"""With more classes, the figure shows the distribution instead."""
 
 BINS = 24
 OUTER = 0.5
 """Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
 
 POINTS = 120
-"""Of a loss curve: each is the mean over as many steps as it takes."""
+"""Points of a loss curve; each is the mean over neighbouring steps."""
 
 FEW_TICKS = 8
 FEW_NAMES = 4
-"""As many ticks with numbers, or with names, stand side by side."""
+"""Most ticks with numbers, or names, that fit side by side."""
 
 
 def counts(values: Iterable[int]) -> str:
@@ -78,25 +79,18 @@ def _points(
     axes: Axes, rates: Sequence[Rate], places: Sequence[float], *, label: str, number: int, hollow: bool
 ) -> None:
     """Rates as points along horizontal lines, with their 95% intervals."""
-    axes.errorbar(
-        percents(rates),
-        places,
-        xerr=errors(rates),
-        fmt=MARKERS[number],
-        color=COLOURS[number],
-        markerfacecolor="none" if hollow else COLOURS[number],
-        capsize=2,
-        elinewidth=1,
-        label=label,
-    )
+    colour = COLOURS[number]
+    face = "none" if hollow else colour
+    look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "capsize": 2, "elinewidth": 1}
+    axes.errorbar(percents(rates), places, xerr=errors(rates), fmt=MARKERS[number], label=label, **look)
 
 
 @dataclass(frozen=True)
 class Histogram:
     """Shares of all n images between consecutive `edges`; `clipped` values are outside and count in the end bins."""
 
-    edges: tuple[float, ...]
-    shares: tuple[tuple[Rate, ...], ...]
+    edges: Sequence[float]
+    shares: Sequence[Sequence[Rate]]
     clipped: int
 
 
@@ -111,39 +105,30 @@ def histogram(groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS) ->
     low, high = edges[0], edges[-1]
     found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
     clipped = int(((values < low) | (values > high)).sum())
-    return Histogram(tuple(edges), tuple(tuple(Rate(k, n) for k in row) for row in found), clipped)
+    return Histogram(edges, [[Rate(k, n) for k in row] for row in found], clipped)
 
 
-def record_pictures(run: StoredCertification) -> dict[str, Picture]:
-    """Histograms of margins and passes of the certified images and of the others, as far as there is something."""
-    passes = [[float(r.forwards) for r in run.good if bool(r.certified) == kind] for kind in (True, False)]
-    both = [margins(run, certified=kind) for kind in (True, False)]
-    found = [
-        _histogram_picture(run, "margins", "Margins", margin_unit(run), both),
-        _histogram_picture(run, "cost", "Passes per image", "passes per image", passes),
-    ]
-    return {picture.key: picture for picture in found if picture is not None}
-
-
-def _histogram_picture(
-    run: StoredCertification, key: str, title: str, unit: str, groups: Sequence[Sequence[float]]
-) -> Picture | None:
-    found = histogram(groups, n=len(run.good))
+def histogram_pictures(
+    run: StoredCertification, key: str, title: str, unit: str, value: Callable[[Record], float | None]
+) -> list[Picture]:
+    """A histogram of the certified images and of the others; none where there are no values."""
+    known = {words: [v for r in some if (v := value(r)) is not None] for words, some in outcomes(run).items()}
+    found = histogram(list(known.values()), n=len(run.good))
     if found is None:
-        return None
+        return []
 
     def plot(axes: Axes) -> None:
-        for words, group, shares, number in zip(
-            ("certified", "not certified"), groups, found.shares, (0, 1), strict=True
-        ):
-            error_bars(axes, found.edges, shares, label=f"{words} (n = {len(group):,})", number=number)
+        for number, (words, values) in enumerate(known.items()):
+            label = f"{words} (n = {len(values):,})"
+            error_bars(axes, found.edges, found.shares[number], label=label, number=number)
         if found.edges[0] < 0 < found.edges[-1]:
             axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         beyond = f"; {found.clipped:,} beyond the ends in the end bins" if found.clipped else ""
         axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
 
-    alt = f"Histogram of {unit} of {len(groups[0]):,} certified and {len(groups[1]):,} other images."
-    return draw(key, f"{title}, n = {len(run.good):,}", alt, plot)
+    certified, others = (len(values) for values in known.values())
+    alt = f"Histogram of {unit} of {certified:,} certified and {others:,} other images."
+    return [draw(key, f"{title}, n = {len(run.good):,}", alt, plot)]
 
 
 def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
@@ -175,27 +160,12 @@ Point = tuple[float, TracedRun]
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
     """Certified accuracy against masks per axis, patch size and training cost, where at least two values are there."""
     known = [one for one in traced if one.certified.n]
-
-    def masks(one: TracedRun) -> float | None:
-        return None if one.run.axes is None else float(max(one.run.axes))
-
-    cost = "strategy, and its extra passes per image in training"
+    area, cost = "patch (% of the image's area)", "strategy, and its extra passes per image in training"
     found = [
-        _against(known, "masks", "masks per axis", masks, lambda one: (one.run.patch_words,)),
+        _against(known, "masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), ("patch_words",)),
+        _against(known, "patch size", area, lambda one: one.run.patch_percent, ("masks_words",)),
         _against(
-            known,
-            "patch size",
-            "patch (% of the image's area)",
-            lambda one: one.run.patch_percent,
-            lambda one: (one.run.masks_words,),
-        ),
-        _against(
-            known,
-            "training cost",
-            cost,
-            lambda one: one.lineage.passes,
-            lambda one: (one.run.masks_words, one.run.patch_words),
-            by_strategy=False,
+            known, "training cost", cost, lambda one: one.passes, ("masks_words", "patch_words"), by_strategy=False
         ),
     ]
     return [picture for picture in found if picture is not None]
@@ -206,12 +176,12 @@ def _against(
     what: str,
     unit: str,
     x: Callable[[TracedRun], float | None],
-    rest: Callable[[TracedRun], tuple[str, ...]],
+    same: Sequence[str],
     *,
     by_strategy: bool = True,
 ) -> Picture | None:
-    """One line for all runs that differ in x alone; None where no two do."""
-    lines = _lines(traced, x, rest, by_strategy=by_strategy)
+    """One line for all runs that differ in x alone, and have these properties in common; None where no two do."""
+    lines = _lines(traced, x, same, by_strategy=by_strategy)
     if not lines:
         return None
     points = [point for line in lines.values() for point in line]
@@ -221,7 +191,7 @@ def _against(
 
     def plot(axes: Axes) -> None:
         for number, (words, line) in enumerate(lines.items()):
-            at = [value if by_strategy else float(costs.index((value, one.label))) for value, one in line]
+            at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
             rates, name = [one.certified for _, one in line], shortened(" · ".join(words[i] for i in differ), 60)
             error_line(axes, at, rates, label=name, number=number, of=len(lines), joined=by_strategy)
         if by_strategy:
@@ -247,28 +217,25 @@ def _against(
 
 
 def _lines(
-    traced: Sequence[TracedRun],
-    x: Callable[[TracedRun], float | None],
-    rest: Callable[[TracedRun], tuple[str, ...]],
-    *,
-    by_strategy: bool,
+    traced: Sequence[TracedRun], x: Callable[[TracedRun], float | None], same: Sequence[str], *, by_strategy: bool
 ) -> dict[tuple[str, ...], list[Point]]:
-    """Words that name a line -> its points in the order of x. What is not x is the same all along a line."""
-    groups: dict[tuple[Hashable, ...], list[Point]] = {}
+    """Words that name a line -> its points in the order of x. A line joins runs that differ in x alone."""
+    groups: dict[Hashable, list[Point]] = {}
     for one in traced:
         value, run = x(one), one.run
         if value is not None:
-            own = (one.label, run.weights_sha256) if by_strategy else ("", None)
+            own = (one.label, run.weights_sha256) if by_strategy else ()
             facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
-            groups.setdefault((*own, *facts, *rest(one)), []).append((value, one))
+            groups.setdefault((own, facts, *(getattr(run, name) for name in same)), []).append((value, one))
     lines: dict[tuple[str, ...], list[Point]] = {}
     for points in groups.values():
         if len({value for value, _ in points}) > 1:
             one = points[0][1]
+            first = (one.label,) if by_strategy else ()
+            shared = (getattr(one.run, name) for name in same)
             images = f"{one.run.dataset}, n = {one.certified.n:,}"
-            label = (one.label,) if by_strategy else ()
-            words = (*label, images, one.run.architecture, one.defense_words, *rest(one))
-            number, name = 1, words
+            words = name = (*first, images, one.run.architecture, one.defense_words, *shared)
+            number = 1
             while name in lines:  # e.g. two trainings with the same strategy
                 number += 1
                 name = (f"{words[0]} (run {number})", *words[1:])
@@ -282,32 +249,27 @@ def line_name(run: StoredTraining) -> str:
 
 def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
     """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
-    validated = [run for run in runs if run.epochs]
-    pictures = [_loss_picture([run for run in runs if run.losses])] if any(run.losses for run in runs) else []
+    learned, validated = [run for run in runs if run.losses], [run for run in runs if run.epochs]
+    pictures = [_loss_picture(learned)] if learned else []
     return pictures + [_validation_picture(validated, name) for name in ("certified", "undefended") if validated]
 
 
 def _loss_picture(runs: Sequence[StoredTraining]) -> Picture:
     def plot(axes: Axes) -> None:
         for number, run in enumerate(runs):
-            steps, low, mean, high = smoothed(run.losses)
+            # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
+            groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
+            steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
+            low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
             colour = COLOURS[number % len(COLOURS)]
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(steps, mean, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
+            axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
         axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
 
     steps = counts(len(run.losses) for run in runs)
     alt = f"Training loss of {len(runs)} runs ({steps} steps); the band holds 80% of the steps around each point."
     title = f"Training loss, n = {steps} steps, 80% of them in the band"
     return draw("loss", title, alt, plot, height=3.0 + 0.16 * len(runs))
-
-
-def smoothed(losses: Sequence[tuple[int, float]]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Step, 10%, mean and 90% of the losses of neighbouring steps, in at most POINTS groups."""
-    groups = np.array_split(np.array(losses, dtype=np.float64), min(POINTS, len(losses)))
-    steps = [float(group[:, 0].mean()) for group in groups]
-    low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
-    return steps, low, [float(group[:, 1].mean()) for group in groups], high
 
 
 def _validation_picture(runs: Sequence[StoredTraining], name: str) -> Picture:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
-from patchproof.runs._record import Rate
+from patchproof.runs import Rate
 
 Cell = str | int | float | Rate | None
 
@@ -50,9 +52,9 @@ class Table:
 
     key: str
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -88,8 +90,7 @@ def cell_text(cell: Cell, digits: int = 1) -> str:
 def markdown(table: Table) -> str:
     def escaped(text: str) -> str:
         """Without what Markdown, or the HTML inside it, would read as something else."""
-        marked = re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
-        return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return escape(re.sub(r"([\\`*_\[\]|~])", r"\\\1", text), quote=False)
 
     heads = [escaped(column.full_name) for column in table.columns]
     rule = ["---:" if table.is_number(i) else "---" for i in range(len(heads))]
@@ -102,19 +103,17 @@ def markdown(table: Table) -> str:
 def csv_text(table: Table) -> str:
     """Numbers in full; rates as shares of 1, in five columns."""
     parts = ("k", "n", "rate", "low", "high")
-    rates = [any(isinstance(row[i], Rate) for row in table.rows) for i in range(len(table.columns))]
     heads: list[object] = []
-    for column, is_rate in zip(table.columns, rates, strict=True):
+    lines: list[list[object]] = [heads, *([] for _ in table.rows)]
+    for number, column in enumerate(table.columns):
+        cells = [row[number] for row in table.rows]
+        is_rate = any(isinstance(cell, Rate) for cell in cells)
         heads += [f"{column.full_name} {part}" for part in parts] if is_rate else [column.full_name]
-    lines = [heads]
-    for row in table.rows:
-        line: list[object] = []
-        for cell, is_rate in zip(row, rates, strict=True):
+        for line, cell in zip(lines[1:], cells, strict=True):
             if isinstance(cell, Rate):
                 line += [cell.k, cell.n, cell.rate if cell.n else "", *cell.interval]
             else:
                 line += [""] * len(parts) if is_rate else ["" if cell is None else cell]
-        lines.append(line)
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(lines)
     return file.getvalue()

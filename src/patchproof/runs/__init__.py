@@ -1,15 +1,13 @@
 """Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
 
-from patchproof.runs._attack import AttackResults, attack
-from patchproof.runs._certify import certify
-from patchproof.runs._files import dump_json, read_json, write_atomically
-from patchproof.runs._folder import RunFolder
+from patchproof.runs._certify import AttackResults, attack, certify
+from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import device_name, source_commit, versions
 from patchproof.runs._measure import measure_on_generated, measure_tau
 from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
 from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
-from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Rate, Record, Tally, rates
-from patchproof.runs._session import Results, default_workers, preprocessing_for
+from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Rate, Record, Results, Tally, rates
+from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.runs._train import EpochReport, Trained, train
 from patchproof.runs.executors import InProcess, Torchrun, launched, local_rank
 

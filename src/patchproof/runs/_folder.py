@@ -1,4 +1,4 @@
-"""A run's folder: locked by one process, appended to line by line, continued only with what it began with."""
+"""A run's folder: locked by one process, appended to line by line, resumed only with the same settings."""
 
 from __future__ import annotations
 
@@ -6,171 +6,177 @@ import contextlib
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from patchproof.models import is_whole, sealed
-from patchproof.runs._files import (
-    BEGIN_AGAIN,
-    append,
-    checksum,
-    dump_json,
-    end_of_last_line,
-    make_folder,
-    part_of,
-    read_json,
-    write_atomically,
-)
 from patchproof.runs._record import Record
 from patchproof.types import CheckError, InputError
 
+BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading values from damaged or hostile JSON may raise."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckError(f"{path} is damaged ({error}); {BEGIN_AGAIN}") from error
+    if not isinstance(content, dict):
+        raise CheckError(f"{path} is damaged: no JSON object; {BEGIN_AGAIN}")
+    return content
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """results.json; None where it is missing or damaged."""
+    try:
+        return read_json(folder / "results.json")
+    except CheckError:
+        return None
+
+
+def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
+    """The manifest, if it is exactly what was written."""
+    manifest = read_json(path)
+    if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
+        raise CheckError(f"{path} is not the manifest of a run; {remedy}")
+    if not is_whole(manifest):
+        raise CheckError(f"{path} is damaged: not what was written; {remedy}")
+    return manifest
+
+
+def read_lines(
+    lines: Sequence[bytes], parse: Callable[[str], Any], sums: Sequence[str] = ()
+) -> tuple[list[Any], dict[int, Exception]]:
+    """Values of the sound lines, and line number -> error of the damaged ones. `sums` are the checksums of the lines,
+    as far as they are known."""
+    values: list[Any] = []
+    damaged: dict[int, Exception] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            if number <= len(sums) and checksum(line + b"\n") != sums[number - 1]:
+                raise ValueError("its checksum is another")
+            values.append(parse(line.decode("utf-8")))
+        except UNREADABLE as error:
+            damaged[number] = error
+    return values, damaged
+
+
+def checksum(line: bytes) -> str:
+    """CRC-32 of a line, including its line break."""
+    return f"{zlib.crc32(line):08x}"
+
+
+def dump_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """All of it or nothing, even if the machine stops half-way."""
+    temporary = path.with_name(path.name + ".part")
+    _write(temporary, "wb", content.encode())
+    temporary.replace(path)
+
+
+def _write(path: Path, mode: str, content: bytes) -> None:
+    with path.open(mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
 
 class RunFolder:
-    """One run's folder, locked by one process at a time; what it has written survives whatever happens next."""
+    """One run's folder, locked by one process at a time; what has been written survives a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest_path = path / "manifest.json"
         self.records_path = path / "records.jsonl"
         self.sums_path = path / "records.crc"
-        self.results_path = path / "results.json"
         self.spoiled_path = path / "spoiled.json"
 
     @contextlib.contextmanager
     def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
-        """Begin a run here, or go on with it; yields the manifest in force (the first session's, when resumed)."""
-        make_folder(self.path)
+        """Begin or resume a run; yields the manifest in force (the first session's, when resumed)."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot create the folder {self.path}: {error.strerror}") from error
         with self._locked():
-            stored = self._stored_manifest()
-            if stored is None:
-                self._refuse_foreign()
+            if not self.manifest_path.exists():
+                ours = (".lock", "manifest.json.part")  # what a kill before the manifest was there has left
+                others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
+                if others:
+                    raise InputError(f"{self.path} holds {others[0]!r} but no manifest.json; choose another folder")
                 write_atomically(self.manifest_path, dump_json(sealed(manifest)))
-            elif not resume:
+                yield manifest
+                return
+            stored = read_manifest(self.manifest_path)
+            if not resume:
                 raise InputError(
                     f"{self.path} already holds a run; continue it with resume=True, or choose another folder"
                 )
-            else:
-                refuse_differences(stored, manifest, where=self.path)
-                self._refuse_spoiled()
-            yield stored or manifest
-
-    def _stored_manifest(self) -> dict[str, Any] | None:
-        if not self.manifest_path.exists():
-            return None
-        stored = read_json(self.manifest_path)
-        if not isinstance(stored.get("identity"), dict) or not isinstance(stored.get("command"), str):
-            raise CheckError(f"{self.manifest_path} is damaged: no manifest of a run; {BEGIN_AGAIN}")
-        if not is_whole(stored):
-            raise CheckError(f"{self.manifest_path} is damaged: not what was written; {BEGIN_AGAIN}")
-        return stored
-
-    def spoil(self, reason: str) -> NoReturn:
-        """What is in the folder cannot be trusted any more: fail, and let no later session go on with it."""
-        write_atomically(self.spoiled_path, dump_json({"reason": reason}))
-        raise CheckError(reason)
-
-    def _refuse_spoiled(self) -> None:
-        if self.spoiled_path.exists():
-            reason = read_json(self.spoiled_path).get("reason")
-            raise CheckError(f"{self.path} cannot be continued: in an earlier session {reason}")
-
-    def _refuse_foreign(self) -> None:
-        ours = (".lock", part_of(self.manifest_path).name)  # what a kill before the manifest was there has left
-        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
-        if others:
-            raise InputError(f"{self.path} holds {others[0]!r} but no manifest.json; choose another folder")
+            refuse_differences(stored, manifest, where=self.path)
+            if self.spoiled_path.exists():
+                reason = read_json(self.spoiled_path).get("reason")
+                raise CheckError(f"{self.path} cannot be continued: in an earlier session {reason}")
+            yield stored
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock_file() as lock:
+        try:
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
+            ) from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
             yield
 
-    def _lock_file(self) -> TextIO:
-        try:
-            return (self.path / ".lock").open("w")
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
-            ) from error
+    def spoil(self, reason: str) -> NoReturn:
+        """The records cannot be trusted: fail, and refuse every later session."""
+        write_atomically(self.spoiled_path, dump_json({"reason": reason}))
+        raise CheckError(reason)
 
     def records(self, *, repair: bool = True) -> list[Record]:
-        """The finished records."""
-        return list(self.each_record(repair=repair))
-
-    def each_record(self, *, repair: bool = True) -> Iterator[Record]:
-        """The finished records, one at a time; a last line cut short by a kill is none of them.
+        """The finished records, without a last line cut short by a kill.
 
         With `repair`, which is for the one process that has the folder open, that line is removed, and so are
         checksums of lines that were never written.
         """
-        sums, seen = self._sums(), []
-        for number, line in enumerate(self._lines(repair=repair), start=1):
-            seen.append(checksum(line))
-            try:
-                if seen[-1:] != sums[number - 1 : number] and number <= len(sums):
-                    raise ValueError("its checksum is another")
-                record = Record.parse(line.decode("utf-8"))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise CheckError(
-                    f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
-                    "then continue with resume=True"
-                ) from error
-            yield record
-        whole = "".join(f"{one}\n" for one in seen)
-        if repair and self._sums_text() != whole:  # also where a write stopped in the middle of a checksum
+        content = self.records_path.read_bytes() if self.records_path.exists() else b""
+        sums = self.sums_path.read_text("ascii", errors="replace") if self.sums_path.exists() else ""
+        *lines, cut = content.split(b"\n")
+        records, damaged = read_lines(lines, Record.parse, sums.split("\n")[:-1])
+        for number, error in damaged.items():
+            raise CheckError(
+                f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
+                "then continue with resume=True"
+            ) from error
+        if repair and cut:
+            os.truncate(self.records_path, len(content) - len(cut))
+        whole = "".join(checksum(line + b"\n") + "\n" for line in lines)
+        if repair and sums != whole:  # also where a write stopped in the middle of a checksum
             write_atomically(self.sums_path, whole)
-
-    def _lines(self, *, repair: bool) -> Iterator[bytes]:
-        """The lines that have an end."""
-        if not self.records_path.exists():
-            return
-        if repair:
-            self._drop_unfinished_line()
-        with self.records_path.open("rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
-
-    def _sums(self) -> list[str]:
-        """The checksums of the lines, in their order; fewer than lines where the file was lost or is an older run's."""
-        return self._sums_text().split("\n")[:-1]
-
-    def _sums_text(self) -> str:
-        try:
-            return self.sums_path.read_text("ascii", errors="replace")
-        except FileNotFoundError:
-            return ""
-
-    def _drop_unfinished_line(self) -> None:
-        with self.records_path.open("r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            finished = end_of_last_line(file, size)
-            if finished != size:
-                file.truncate(finished)
+        return records
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Add lines of records; they are on disk when this returns. Checksums come first: no line is without one."""
-        append(self.sums_path, "".join(f"{checksum(line)}\n" for line in lines).encode())
-        append(self.records_path, b"".join(lines))
-
-    def results(self) -> dict[str, Any] | None:
-        """results.json, if an earlier session got to write all of it."""
-        try:
-            return read_json(self.results_path)
-        except CheckError:
-            return None
-
-    def write_results(self, results: Mapping[str, Any]) -> None:
-        write_atomically(self.results_path, dump_json(results))
+        _write(self.sums_path, "ab", "".join(checksum(line) + "\n" for line in lines).encode())
+        _write(self.records_path, "ab", b"".join(lines))
 
 
 def checked_prefix(
-    records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path | None
+    records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
-    """The records found, as long as they are the first ones of this run's plan, in its order."""
+    """The records, checked to be the first ones of this run's plan, in order."""
     for number, record in enumerate(records):
         if number == len(indices):
             raise CheckError(f"{where} holds more than the {len(indices)} records that the run has images for")
@@ -184,17 +190,14 @@ def checked_prefix(
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
-    """A run goes on only with what it began with; what differs is named, down to the single setting."""
+    """Refuse to resume with another identity; each setting that differs is named."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
     if stored["command"] != current["command"]:
         raise CheckError(
             f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another folder"
         )
-    before = stored["identity"]
-    if ("mask_patch" in before) if stored["command"] == "train" else ("defense" not in before):
-        raise CheckError(f"{where} was begun with an earlier version of patchproof: finish it with that or begin again")
-    different = list(differences(before, current["identity"]))
+    different = list(differences(stored["identity"], current["identity"]))
     if different:
         named = "; ".join(f"{key} was {_short(before)}, now {_short(now)}" for key, before, now in different)
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")

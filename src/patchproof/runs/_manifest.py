@@ -1,22 +1,22 @@
-"""What a run was made with: enough to repeat it, and to refuse going on with something else."""
+"""What a run was made with: enough to repeat it, and to refuse to resume it with something else."""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from patchproof.data import ImageSource
-from patchproof.masking import Drift, Measured
-from patchproof.models import classifier_summary, weights_sha256
-from patchproof.runs._files import BEGIN_AGAIN, plain
-from patchproof.types import CheckError, Preprocessing
+from patchproof.data import FolderSource, ImageSource, open_class_folders
+from patchproof.masking import Measured
+from patchproof.runs._folder import BEGIN_AGAIN
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing
 from patchproof.version import __version__
 
 SCHEMA = 1
@@ -25,58 +25,12 @@ TAU_MAY_GROW = 2.0
 """The safety factors of τ are several times this."""
 
 
-def run_manifest(
-    command: str,
-    defense: Any,
-    source: ImageSource,
-    *,
-    images: str,
-    data_sha256: str,
-    preprocessing: Preprocessing | None,
-    device: torch.device,
-    measured: tuple[Measured, Drift] | None,
-    batch_size: int,
-    processes: int,
-    config: Mapping[str, Any],
-    plan: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Of a certification or an attack. `identity` is what a record depends on, and may not change while it goes on."""
-    classifier, masks = getattr(defense, "classifier", None), getattr(defense, "masks", None)
-    model = None if classifier is None else classifier_summary(classifier)
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        "config": dict(config),
-        "identity": plain(
-            {
-                "architecture": model and model["architecture"],
-                "weights_sha256": None if classifier is None else weights_sha256(classifier),
-                "data_sha256": data_sha256,
-                "images": images,
-                "preprocessing": preprocessing_facts(preprocessing),
-                "fill": model and model["fill"],
-                "device": device.type,
-                "defense": {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
-                | defense.describe(),
-                **({} if plan is None else {"attack": plan}),
-            }
-        ),
-        "guarantee": defense.guarantee,
-        "model": model,
-        "data": {
-            "name": source.name,
-            "split": source.split,
-            "images": len(source),
-            "class_names": list(source.class_names),
-            "low_resolution": source.low_resolution,
-        },
-        **({} if masks is None else {"masks": mask_facts(masks)}),
-        "tau": None if measured is None else tau_facts(*measured),
-        "batch_size": batch_size,
-        "precision": getattr(getattr(defense, "engine", None), "precision", "fp32"),
-        "processes": processes,
-        **made_with(device),
-    }
+def plain(value: Any) -> Any:
+    """The value after a round trip through JSON: lists for tuples, keys as text."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"what describe() returns must be JSON, with finite numbers: {error}") from error
 
 
 def mask_facts(masks: Any) -> dict[str, Any]:
@@ -84,14 +38,9 @@ def mask_facts(masks: Any) -> dict[str, Any]:
     return {"image_size": list(masks.image_size), "rects": rects}
 
 
-def tau_facts(engine: Measured, drift: Drift) -> dict[str, Any]:
-    return {"fast": engine.tau, "fp32": engine.tau_fp32, "drift": asdict(drift) | {"bound": drift.bound}}
-
-
-def preprocessing_facts(preprocessing: Preprocessing | None) -> dict[str, Any] | None:
+def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
     """`cover` only where it is used."""
-    facts = None if preprocessing is None else plain(asdict(preprocessing))
-    return facts if facts is None or facts["cover"] else {k: v for k, v in facts.items() if k != "cover"}
+    return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}
 
 
 def stored_engine(
@@ -107,15 +56,40 @@ def stored_engine(
                     f"{where} was begun with τ({kind}) = {before:.3g}, but here and now it would be {now:.3g}: another "
                     "device, torch or batch_size; go on where it was begun, or choose another folder"
                 )
-        return Measured(
-            precision=engine.precision,
-            compile=engine.compile,
-            batch_size=current["batch_size"] if keep_batch else stored["batch_size"],
-            tau=stored["tau"]["fast"],
-            tau_fp32=stored["tau"]["fp32"],
-        )
+        batch_size = current["batch_size"] if keep_batch else stored["batch_size"]
+        return replace(engine, batch_size=batch_size, tau=stored["tau"]["fast"], tau_fp32=stored["tau"]["fp32"])
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckError(f"{where / 'manifest.json'} is damaged ({error!r}); {BEGIN_AGAIN}") from error
+
+
+def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse processes with other weights, images or settings; take the largest τ and the smallest chunk of all."""
+    for rank, theirs in enumerate(everyone):
+        different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
+        if different:
+            raise CheckError(
+                f"process {rank} of {len(everyone)} has another {different[0]}: "
+                f"{theirs['identity'].get(different[0])} instead of {current['identity'][different[0]]}; give every "
+                "machine the same files"
+            )
+        if current["tau"] is not None:
+            for kind in ("fast", "fp32"):
+                current["tau"][kind] = max(current["tau"][kind], theirs["tau"][kind])
+        current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
+
+
+def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
+    """The complaint if a folder of images lists other paths, labels or file sizes than before; else None."""
+    if not isinstance(source, FolderSource):
+        return None
+    again = "put the files back as they were and begin again in another folder"
+    try:
+        now = open_class_folders(
+            source.root, name=source.name, split=source.split, low_resolution=source.low_resolution
+        ).listing_sha256()
+    except (PatchproofError, OSError) as error:
+        return f"the data set changed during the run ({error}); {again}"
+    return None if now == listing_sha256 else f"the data set changed during the run; {again}"
 
 
 def made_with(device: torch.device) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, size_words
-from patchproof.models import is_whole, wordnet_words
-from patchproof.runs._files import checksum, read_json
+from patchproof.models import wordnet_words
+from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of
@@ -29,9 +29,7 @@ from patchproof.types import CheckError, InputError, PatchproofError, Preprocess
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 RESTORE = "restore it from a copy, or make the run again in another folder"
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
-"""The defence of runs whose manifest names none: there was no other."""
-
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""The defence of old runs, whose manifests name none."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ StoredRun = StoredCertification | StoredTraining
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Each folder once, in the order given, under the last parts of its path that differ from the others'."""
+    """Each folder once, in order, named by the shortest end of its path that no other folder shares."""
     unique: dict[Path, Path] = {}
     for folder in folders:
         unique.setdefault(Path(os.path.realpath(folder)), folder)  # Path.resolve fails on links that form a loop
@@ -180,23 +178,19 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
         inside = sorted(path.parent for path in folder.glob("**/manifest.json")) if folder.is_dir() else []
         hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
         raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
-    manifest = read_json(path)
-    command = manifest.get("command")
-    if not isinstance(command, str) or not isinstance(manifest.get("identity"), dict):
-        raise CheckError(f"{path} is not the manifest of a run; {RESTORE}")
+    manifest = read_manifest(path, remedy=RESTORE)
+    command = manifest["command"]
     if manifest.get("schema") != SCHEMA:
         found = printable(str(manifest.get("schema")))
         raise CheckError(f"{path} has schema {found}, this version reads {SCHEMA}; make the run again with it")
-    if not is_whole(manifest):
-        raise CheckError(f"{path} is damaged: not what was written; {RESTORE}")
     if (folder / "spoiled.json").exists():
         reason = printable(str(read_json(folder / "spoiled.json").get("reason")))
         raise CheckError(f"{folder} cannot be trusted: {reason}; make the run again in another folder")
     if command not in ("certify", "attack", "train"):
         raise InputError(f"{folder} holds a `{printable(command)}` run, not one of certify, attack or train")
-    read = _training if command == "train" else _certification
+    name = name or printable(Path(os.path.realpath(folder)).name)
     try:
-        return read(folder, name or printable(Path(os.path.realpath(folder)).name), manifest)
+        return (_training if command == "train" else _certification)(folder, name, manifest)
     except UNREADABLE as error:
         raise CheckError(f"{path} is damaged ({printable(repr(error))}); {RESTORE}") from error
 
@@ -216,7 +210,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
     read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
     records = tuple({record.index: record for record in reversed(read)}.values())[::-1]  # the first of each image
-    results = _results(folder)
+    results = read_results(folder)
     fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
     how: dict[str, Any] = identity.get("preprocessing") or {}
     how = {key: tuple(value) if isinstance(value, list) else value for key, value in how.items()}
@@ -254,7 +248,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
 
 
 def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
-    """What is odd about the records, why they are not about all of the data, and how results.json differs."""
+    """Odd records, why they do not cover the whole data set, and how results.json contradicts them."""
     if repeated:
         yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
     places = evenly_spread(run.planned, run.available)
@@ -283,26 +277,19 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
     names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]
     wrong = []
     for name, rate in Tally(names).add(run.records).rates().items():
-        said = results.get(name)
-        stored = (said.get("k"), said.get("n")) if isinstance(said, Mapping) else (0, 0)
-        if stored != (rate.k, rate.n):
-            wrong.append(printable(f"{name} {stored[0]} of {stored[1]}, the records {rate.k} of {rate.n}"))
+        said: Any = results.get(name)
+        k, n = (said.get("k"), said.get("n")) if isinstance(said, Mapping) else (0, 0)
+        if (k, n) != (rate.k, rate.n):
+            wrong.append(printable(f"{name} {k} of {n}, the records {rate.k} of {rate.n}"))
     if wrong:
         yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
-
-
-def _results(folder: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(folder / "results.json")
-    except CheckError:
-        return None
 
 
 def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
     found, notices = _lines(folder / "log.jsonl", _log_line)
     losses = dict(value for value in found if not isinstance(value, StoredEpoch))
     epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
-    results, done, total = _results(folder), max(losses, default=0), manifest.get("steps")
+    results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
     if results is None:
         notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
     if isinstance(total, int) and done < total:
@@ -340,24 +327,14 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """What the sound lines of a JSONL file hold, and notices about the others.
-
-    A line must have its checksum, if `sums` has one; the last counts only with its end: a kill may have cut it.
-    """
+    """Values of the sound lines of a JSONL file, and notices about the others."""
     try:
-        *lines, rest = path.read_bytes().split(b"\n")
+        *lines, cut = path.read_bytes().split(b"\n")
     except OSError:
         return [], [f"{path.name} is missing or cannot be read"]
     known = sums.read_text("ascii", errors="replace").split("\n")[:-1] if sums and sums.is_file() else []
-    values, damaged = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if number <= len(known) and checksum(line + b"\n") != known[number - 1]:
-                raise ValueError("another checksum")
-            values.append(parse(line.decode("utf-8")))
-        except UNREADABLE:
-            damaged.append(number)
-    notices = [f"the last line of {path.name} is cut short and left out"] if rest else []
+    values, damaged = read_lines(lines, parse, known)
+    notices = [f"the last line of {path.name} is cut short and left out"] if cut else []
     if damaged:
         which = shortened(", ".join(map(str, damaged)), 60)
         words = count_words(len(damaged), "line is", "lines are")
@@ -380,8 +357,7 @@ def _seconds(cost: Any) -> float | None:
 
 
 def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | None = None) -> ImageSource | str:
-    """The images that were certified, or that a training validated on, if they are still there and the same; else the
-    reason in words."""
+    """The images that were certified, or that a training validated on; if they are gone or changed, the reason."""
     config, identity = run.config, run.manifest["identity"]
     name = dataset or _text(config.get("validation")) or _text(config.get("dataset"))
     own = _text(config.get("data_dir"))
@@ -400,8 +376,8 @@ def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | Non
 
 
 def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] = ()) -> Iterator[tuple[Path, bool]]:
-    """Where the run's weights may be, and whether its settings say so: the place they name, seen from here or from
-    above the run; checkpoints beside the run, as recipes leave them; those of the trainings at hand."""
+    """Candidate paths of the run's weights, and whether its settings name them: relative to the working directory or a
+    parent of the run; then checkpoints beside the run and of the given trainings."""
     folder = run.folder.resolve()
     if run.weights is not None:
         yield from ((parent / Path(run.weights).expanduser(), True) for parent in (Path.cwd(), *folder.parents))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 ACCURACIES = ("undefended", "defended", "certified")
@@ -63,15 +64,19 @@ class Record:
 
     @classmethod
     def parse(cls, line: str) -> Record:
-        """The record of one line; ValueError if it is not one."""
+        """The record of one line; ValueError if it is not one, or if something that is counted is not a number."""
         values = json.loads(line)
         if not isinstance(values, dict) or not {"index", "path", "label"} <= set(values):
             raise ValueError("not a record")
         base = {name: values.pop(name) for name in BASE if name in values}
         error = values.pop("error", None)
-        attack = {name: values.pop(name) for name in ATTACK if name in values} if "attacked" in values else None
-        record = cls(**base, evidence=values, attack=None if attack is None else _findings(attack), error=error)
-        _require_types(record)
+        attack = None
+        if "attacked" in values:
+            found = {name: values.pop(name) for name in ATTACK if name in values}
+            place = found.pop("place", None)
+            attack = AttackFindings(**found, place=None if place is None else tuple(place))
+        record = cls(**base, evidence=values, attack=attack, error=error)
+        _check_types(record)
         return record
 
     @property
@@ -88,35 +93,35 @@ BASE = tuple(f.name for f in fields(Record) if f.name not in ("evidence", "attac
 ATTACK = tuple(f.name for f in fields(AttackFindings))
 
 
-def _findings(values: dict[str, Any]) -> AttackFindings:
-    place = values.get("place")
-    found = AttackFindings(**values | {"place": None if place is None else tuple(place)})
-    if not all(isinstance(answer, bool | None) for answer in (found.undefended_attacked, found.attacked)):
-        raise ValueError("a finding under attack is true, false or null")
-    _require_whole([*(found.place or ()), found.passes, found.queries, found.attacked_label or 0])
-    if len(found.place or range(4)) != 4:
-        raise ValueError("a place has four numbers")
-    return found
-
-
-def _require_types(record: Record) -> None:
-    """Everything that is counted is a number; ValueError otherwise."""
+def _check_types(record: Record) -> None:
+    attack = record.attack or AttackFindings()
+    unreadable = record.error is not None
     if not isinstance(record.path, str) or not isinstance(record.error, str | None):
         raise ValueError("a path and an error are text")  # noqa: TRY004
-    unknown = record.error is not None and record.label == -1  # of an image that could not be read at all
-    _require_whole([record.index, 0 if unknown else record.label, record.forwards])
-    if record.error is None:
-        findings = record.defended, record.certified
-        if not all(isinstance(f, bool) for f in findings) or not isinstance(record.undefended, bool | None):
-            raise ValueError("a record needs its findings")
+    label = 0 if unreadable and record.label == -1 else record.label  # −1: not even its label could be read
+    whole = [record.index, label, record.forwards, *(attack.place or ())]
+    whole += [attack.passes, attack.queries, attack.attacked_label or 0]
+    if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or len(attack.place or range(4)) != 4:
+        raise ValueError(f"indices, labels, counts and the four of a place are whole numbers up to {LARGEST}")
+    known = () if unreadable else (record.defended, record.certified)
+    maybe = (attack.undefended_attacked, attack.attacked, None if unreadable else record.undefended)
+    if not all(isinstance(f, bool) for f in known) or not all(isinstance(f, bool | None) for f in maybe):
+        raise ValueError("a record needs its findings, which are true, false or null")
     number = isinstance(record.margin, int | float) and not isinstance(record.margin, bool)
     if record.margin is not None and not (number and abs(record.margin) <= sys.float_info.max):
         raise ValueError("a margin is a finite number")
 
 
-def _require_whole(values: Iterable[Any]) -> None:
-    if not all(type(value) is int and 0 <= value <= LARGEST for value in values):
-        raise ValueError(f"indices, labels and counts are whole numbers up to {LARGEST}")
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`witness.label` becomes `label` inside `witness`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[outer] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,28 @@ class Tally:
 def rates(records: Iterable[Record]) -> dict[str, Rate]:
     """The three accuracies of the records that have findings."""
     return Tally().add(records).rates()
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run found; `content` is what results.json says. On processes that do not write, there are no records."""
+
+    records: tuple[Record, ...]
+    rates: Mapping[str, Rate]
+    content: Mapping[str, Any]
+    folder: Path | None = None
+
+    @property
+    def undefended(self) -> Rate:
+        """The classifier alone, on clean images."""
+        return self.rates["undefended"]
+
+    @property
+    def defended(self) -> Rate:
+        """The defence, on clean images."""
+        return self.rates["defended"]
+
+    @property
+    def certified(self) -> Rate:
+        """Under every patch of the threat, provably."""
+        return self.rates["certified"]

@@ -92,24 +92,19 @@ class Torchrun:
         *,
         dead_after: float = DEAD_AFTER_SECONDS,
     ) -> None:
-        counts: dict[str, int] = {}
         if store is None:
-            store, rank, size, counts = _joined()
+            store, rank, size = _joined()
         self.rank, self.size, self.store, self.dead_after = int(rank or 0), int(size or 1), store, dead_after
-        self._counts = counts
+        self._run = self._calls = 0
         self._beats: dict[int, tuple[int, float]] = {}
 
-    def _fresh(self, kind: str) -> str:
+    def _fresh(self) -> str:
         """A key that no earlier call has used; every process makes the same calls in a run."""
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        return f"{self._run}/{kind}/{self._counts[kind]}"
-
-    @property
-    def _run(self) -> int:
-        return self._counts.get("work", 0)
+        self._calls += 1
+        return f"{self._run}/{self._calls}"
 
     def gather(self, value: Any) -> list[Any]:
-        key = self._fresh("gather")
+        key = self._fresh()
         if self.rank:
             with self._reaching("talk to"):
                 self.store.set(f"{key}/{self.rank}", json.dumps(value))
@@ -117,7 +112,7 @@ class Torchrun:
         return [value, *(json.loads(self._awaited(f"{key}/{rank}")) for rank in range(1, self.size))]
 
     def share(self, value: Any = None) -> Any:
-        key = self._fresh("share")
+        key = self._fresh()
         if self.rank:
             return json.loads(self._awaited(key))
         with self._reaching("talk to"):
@@ -125,21 +120,19 @@ class Torchrun:
         return value
 
     def run(self, job: Job, pieces: range, load: Callable[[str], Any]) -> Iterator[Any]:
-        key, own = self._fresh("run"), {}
-        waiting = iter(pieces)
-        following = next(waiting, None)
+        key, own, following = self._fresh(), {}, pieces.start
         for number, answer in job(self._claims(key, pieces)):
             if self.rank:
                 with self._reaching("hand results to"):
                     self.store.set(f"{key}/{number}", answer.dump())
                 continue
             own[number] = answer
-            while following is not None and (following in own or self.store.check([f"{key}/{following}"])):
+            while following < pieces.stop and (following in own or self.store.check([f"{key}/{following}"])):
                 yield own.pop(following, None) or load(self._taken(f"{key}/{following}"))
-                following = next(waiting, None)
-        while following is not None and not self.rank:
-            yield own.pop(following, None) or load(self._taken(f"{key}/{following}"))
-            following = next(waiting, None)
+                following += 1
+        if not self.rank:
+            for number in range(following, pieces.stop):
+                yield own.pop(number, None) or load(self._taken(f"{key}/{number}"))
 
     def _claims(self, key: str, pieces: range) -> Iterator[int]:
         """Numbers of pieces that nobody else works on, until there are none left."""
@@ -163,7 +156,7 @@ class Torchrun:
             return self.store.get(key).decode()
 
     def _require_alive(self) -> None:
-        """No process has failed, and every one that has not finished has shown a heartbeat lately."""
+        """Raise if a process has failed, or has neither finished nor shown a heartbeat lately."""
         key = f"{self._run}/failed"
         if self.store.check([key]):
             failed = json.loads(self.store.get(key))
@@ -189,11 +182,11 @@ class Torchrun:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        run = self._run + 1
-        self._counts.clear()  # processes that left the last run at different points are in step again
-        self._counts["work"] = run
+        with self._reaching("talk to"):
+            self._run = self.store.add(f"runs/{self.rank}", 1)
+        self._calls = 0  # processes that left the last run at different points are in step again
         self._beats.clear()
-        over, beat = threading.Event(), f"{run}/beat/{self.rank}"
+        over, beat = threading.Event(), f"{self._run}/beat/{self.rank}"
         beating = threading.Thread(target=_beat, args=(self.store.clone(), beat, over), daemon=True)
         beating.start()
         try:
@@ -201,7 +194,7 @@ class Torchrun:
         except BaseException as error:
             reason = str(error) if isinstance(error, PatchproofError) else type(error).__name__
             with suppress(*UNREACHABLE):
-                self.store.set(f"{run}/failed", json.dumps({"rank": self.rank, "reason": reason}))
+                self.store.set(f"{self._run}/failed", json.dumps({"rank": self.rank, "reason": reason}))
             raise
         finally:
             over.set()
@@ -217,17 +210,17 @@ def _beat(store: Store, key: str, over: threading.Event) -> None:
 
 
 @cache
-def _joined() -> tuple[Store, int, int, dict[str, int]]:
-    """The launcher's store, which process of how many this is, and the keys that calls on the store have used."""
-    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+def _joined() -> tuple[Store, int, int]:
+    """The launcher's store, and which process of how many this is."""
+    rank, size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE is {size}, but {' and '.join(missing)} are not set; start with torchrun")
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=timedelta(minutes=5)))
-    return store, rank, size, {}
+    return next(rendezvous("env://", rank, size, timeout=timedelta(minutes=5)))
 
 
-def _number(name: str, default: int) -> int:
+def environment_number(name: str, default: int) -> int:
+    """A number that a launcher puts into the environment."""
     try:
         return int(os.environ.get(name, default))
     except ValueError as error:
@@ -237,9 +230,9 @@ def _number(name: str, default: int) -> int:
 @cache
 def launched() -> Executor:
     """The processes that a launcher has started; without one, this process."""
-    return Torchrun() if _number("WORLD_SIZE", 1) > 1 else InProcess()
+    return Torchrun() if environment_number("WORLD_SIZE", 1) > 1 else InProcess()
 
 
 def local_rank() -> int | None:
-    """The number of this process among those of its machine, which says which GPU to take; None when it is alone."""
-    return _number("LOCAL_RANK", 0) if _number("WORLD_SIZE", 1) > 1 else None
+    """Which of the machine's processes, and so which GPU, this is; None without a launcher."""
+    return environment_number("LOCAL_RANK", 0) if environment_number("WORLD_SIZE", 1) > 1 else None
