@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 import os
 import signal
 import sys
@@ -73,9 +74,20 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     return call
 
 
+class Notes(logging.Handler):
+    """What the library has to say, below the command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note = escape(record.getMessage())
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]note:[/] {note}")
+
+
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage."""
     tokens, kind = list(tokens), None
+    logger = logging.getLogger("patchproof")
+    logger.setLevel(logging.INFO)
+    logger.handlers, logger.propagate = [Notes()], False
     try:
         kind, layers = _layers(tokens)
         app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})

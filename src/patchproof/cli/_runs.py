@@ -72,8 +72,9 @@ def evaluate(command: str, settings: Any) -> int:
     stdout.print(results_table(content, title=title))
     for reason in content["partial"]:
         stdout.print(f"[yellow]partial:[/] {escape(in_flags(reason, None))}")
-    cost, redone = content["cost"], content["audit"]["redone"]
-    again = f", {redone / max(1, cost['forwards']):.1%} of them to decide again in float32" if redone else ""
+    cost, steps = content["cost"], content["audit"]["steps"]
+    shares = [f"{count / max(1, cost['forwards']):.1%} in {step}" for step, count in steps.items()]
+    again = f", labels decided again: {' and '.join(shares)}" if shares else ""
     stdout.print(f"{cost['forwards_per_image']:.1f} masked passes per image{again}, {cost['seconds']:.0f} s")
     if command == "attack":
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
@@ -133,7 +134,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     with bar.progress:
         found = runs.predict(defense, files, on_answer=show)
     if found.misjudged:
-        status.print(f"[yellow]note:[/] float32 answered {found.misjudged} images that {settings.precision} misjudged")
+        status.print(f"[yellow]note:[/] float32 answered {found.misjudged} images that a fast precision misjudged")
     if good and not settings.json:
         show_predictions(good, settings, classifier)
     return 0 if len(good) == len(files) else 1

@@ -11,7 +11,7 @@ from patchproof.attacks import AttackPlan
 from patchproof.defenses import DEFENSES, PatchCleanser
 from patchproof.masking import Engine
 from patchproof.training import Plan
-from patchproof.types import InputError
+from patchproof.types import InputError, PrecisionChoice
 
 FLAGS = {"per_axis": "masks"}
 """Flags that have another name than the parameter they set."""
@@ -85,7 +85,19 @@ class OutputSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifySettings(FileSettings, OutputSettings, DataSettings, Engine, ThreatSettings, ModelSettings):
+class EngineSettings(Engine):
+    """How passes are computed; on a GPU in whatever is fastest."""
+
+    precision: PrecisionChoice = "auto"
+    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
+    one that is fastest on this network and these images, on a CPU fp32."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
+    work lies ahead of a GPU; False never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifySettings(FileSettings, OutputSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
     """`patchproof certify`."""
 
 
@@ -95,7 +107,7 @@ class AttackSettings(AttackPlan, CertifySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings(FileSettings, Engine, ThreatSettings, ModelSettings):
+class PredictSettings(FileSettings, EngineSettings, ThreatSettings, ModelSettings):
     like: Path | None = None
     """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
     json: bool = False
@@ -103,7 +115,7 @@ class PredictSettings(FileSettings, Engine, ThreatSettings, ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(FileSettings, DataSettings, Engine, ThreatSettings, ModelSettings):
+class BenchSettings(FileSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
     """`patchproof bench`."""
 
     limit: int | None = 64

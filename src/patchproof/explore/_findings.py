@@ -136,7 +136,11 @@ def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w
 
     def second(row: Tensor, mask: Tensor) -> Int64[Tensor, "j n"]:
         labels = pairs.second_round(row, mask)
-        asked.append(SecondRound(int(mask), int(first[0, mask]), tuple(labels[0].tolist())))
+        for number, found in zip(mask.tolist(), labels.tolist(), strict=True):
+            own = int(first[0, number])
+            asked.append(SecondRound(number, own, tuple(found)))
+            if set(found) == {own}:  # decided: the others count no more
+                break
         return labels
 
     answer = int(double_masking(first, second))

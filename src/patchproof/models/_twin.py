@@ -28,16 +28,21 @@ NEGLIGIBLE = 2.0**-10
 """Rows of a weight smaller than this share of its median row may lose their value."""
 
 
+EPSILON = 1e-5
+"""Batch normalisation takes none that is smaller."""
+
+
 class Shift(nn.Module):
     """What is left of a folded batch normalisation: a bias per channel, in float32, and the activation."""
 
     bias: Tensor
     zero: Tensor
     one: Tensor
+    variance: Tensor
 
     def __init__(self, channels: int, act: nn.Module) -> None:
         super().__init__()
-        for name, value in (("bias", 0.0), ("zero", 0.0), ("one", 1.0)):
+        for name, value in (("bias", 0.0), ("zero", 0.0), ("one", 1.0), ("variance", 1.0 - EPSILON)):
             self.register_buffer(name, torch.full((channels,), value))
         self.act = act
 
@@ -45,7 +50,7 @@ class Shift(nn.Module):
         if torch.compiler.is_compiling():  # becomes part of the next kernel
             return self.act((features + self.bias[:, None, None]).to(features.dtype))
         # Without the compiler, batch normalisation adds a bias faster than a sum or the convolution itself does.
-        return self.act(functional.batch_norm(features, self.zero, self.one, self.one, self.bias, eps=0.0))
+        return self.act(functional.batch_norm(features, self.zero, self.variance, self.one, self.bias, eps=EPSILON))
 
 
 @dataclass

@@ -49,17 +49,22 @@ def stored_engine(
     """The τ that a run began with, as long as what is measured now is not far from it, and its batch size unless
     `keep_batch` asks for the present one."""
     try:
-        for kind in ("fast", "fp32"):
-            before, now = stored["tau"][kind], current["tau"][kind]
-            if now > TAU_MAY_GROW * before:
+        for kind in ("fast", "tf32", "fp32"):
+            before, now = stored["tau"].get(kind), current["tau"].get(kind)
+            if before is not None and now is not None and now > TAU_MAY_GROW * before:
                 raise CheckError(
                     f"{where} was begun with τ({kind}) = {before:.3g}, but here and now it would be {now:.3g}: another "
                     "device, torch or batch_size; go on where it was begun, or choose another folder"
                 )
         batch_size = current["batch_size"] if keep_batch else stored["batch_size"]
-        return replace(engine, batch_size=batch_size, tau=stored["tau"]["fast"], tau_fp32=stored["tau"]["fp32"])
+        return replace(engine, batch_size=batch_size, **stored_taus(stored["tau"]))
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CheckError(f"{where / 'manifest.json'} is damaged ({error!r}); {BEGIN_AGAIN}") from error
+
+
+def stored_taus(tau: Mapping[str, Any]) -> dict[str, Any]:
+    """The τ of a manifest, as arguments of `Measured`."""
+    return {"tau": tau["fast"], "tau_fp32": tau["fp32"], "tau_tf32": tau.get("tf32")}
 
 
 def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -73,8 +78,9 @@ def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> Non
                 "machine the same files"
             )
         if current["tau"] is not None:
-            for kind in ("fast", "fp32"):
-                current["tau"][kind] = max(current["tau"][kind], theirs["tau"][kind])
+            for kind, ours in current["tau"].items():
+                if isinstance(ours, float) and theirs["tau"][kind] is not None:
+                    current["tau"][kind] = max(ours, theirs["tau"][kind])
         current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
 
 

@@ -33,12 +33,16 @@ def measure_tau(
     source: ImageSource,
     indices: Sequence[int],
     preprocessing: Preprocessing,
+    *,
+    engine: Engine | None = None,
 ) -> tuple[Measured, Drift] | None:
-    """On a few images from all over the run; None for a defence without a classifier."""
+    """On a few images from all over the run, for the defence's engine or this one; None for a defence without a
+    classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
     device, masks = device_of(defense), _masks(defense)
-    engine, work = _engine(defense), len(indices) * int(getattr(defense, "most_passes", len(masks)))
+    engine = engine or getattr(defense, "engine", None) or Engine()
+    work = len(indices) * int(getattr(defense, "most_passes", len(masks)))
     copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
     if engine.precision == "fp32" or (engine.precision == "auto" and device.type == "cpu"):
         copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(masks) // SHARE))
@@ -48,7 +52,7 @@ def measure_tau(
     for candidates in (spread, indices):
         for batch in iterate_batches(source, preprocessing, candidates, batch_size=wanted, skip_bad=True):
             if len(batch.images):
-                return _measured(defense, as_images(batch.images, device), copies, work)
+                return _measured(defense, engine, as_images(batch.images, device), copies, work)
     raise InputError(f"none of the {len(indices)} images of {source.name} can be read")
 
 
@@ -59,7 +63,8 @@ def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
         return None
     channels = len(getattr(classifier, "fill", (0.5,) * 3))
     images = generated_images(64, channels, defense.threat.image_size).to(device_of(defense))
-    return _measured(defense, images.contiguous(memory_format=torch.channels_last), MOST_COPIES)
+    engine = getattr(defense, "engine", None) or Engine()
+    return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), MOST_COPIES)
 
 
 def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n c h w"]:
@@ -72,18 +77,15 @@ def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n 
     return (images / 3 + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1)
 
 
-def _measured(defense: Any, images: Tensor, copies: int, work: int = 0) -> tuple[Measured, Drift]:
-    classes, engine = getattr(defense.classifier, "num_classes", None), _engine(defense)
+def _measured(defense: Any, engine: Engine, images: Tensor, copies: int, work: int = 0) -> tuple[Measured, Drift]:
+    classes = getattr(defense.classifier, "num_classes", None)
     measured, drift = check_classifier(
         defense.classifier, images, _masks(defense), num_classes=classes, engine=engine, copies=copies, work=work
     )
     if remark := drift.remark(engine.precision):
-        logging.getLogger("patchproof").warning(remark)
+        level = logging.INFO if engine.precision == "auto" else logging.WARNING
+        logging.getLogger("patchproof").log(level, remark + ("; compiled" if measured.compile else ""))
     return measured, drift
-
-
-def _engine(defense: Any) -> Engine:
-    return getattr(defense, "engine", None) or Engine()
 
 
 def _masks(defense: Any) -> Any:

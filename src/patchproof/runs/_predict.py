@@ -23,6 +23,7 @@ from patchproof.geometry import PatchThreat, covering_masks, native_threat, pars
 from patchproof.masking import Audit, Measured, as_images
 from patchproof.models import weights_sha256, wordnet_words
 from patchproof.runs._attack import as_judge
+from patchproof.runs._manifest import stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification
 from patchproof.runs._session import IMAGES_AT_ONCE, preprocessing_for
@@ -162,7 +163,7 @@ def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
     found = assess(ready, images).to("cpu")
     wrong = torch.tensor(sorted(ready.evaluator.audit.exceeded), dtype=torch.int64)
     if len(wrong):
-        engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0)
+        engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
         sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
         ours, theirs = _tensors(found), _tensors(sure)
         for name, values in ours.items():
@@ -213,8 +214,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
         raise CheckError(f"{run.folder} was certified with masked pixels of {run.fill}; this classifier has other ones")
     if run.defense not in DEFENSES or run.masks is None or run.image_size is None:
         raise InputError(f"{run.folder} is about the defence `{run.defense}`, which has no name here; build your own")
-    tau = run.manifest["tau"]
-    engine = Measured(precision=run.manifest["precision"], tau=tau["fast"], tau_fp32=tau["fp32"])
+    engine = Measured(precision=run.manifest["precision"], **stored_taus(run.manifest["tau"]))
     threat = PatchThreat(run.image_size, run.patch_sizes)
     return DEFENSES[run.defense].kind(classifier, run.masks, threat, engine=engine)
 

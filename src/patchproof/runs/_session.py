@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from torch import Tensor
 
 from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
 from patchproof.defenses import Defense, assess, device_of
-from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, images_ahead
+from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
-from patchproof.runs._folder import RunFolder, checked_prefix, dump_json, read_results, write_atomically
+from patchproof.runs._folder import (
+    RunFolder,
+    checked_prefix,
+    dump_json,
+    read_manifest,
+    read_results,
+    write_atomically,
+)
 from patchproof.runs._manifest import (
     SCHEMA,
     agree,
@@ -53,13 +61,12 @@ IMAGES_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Done:
-    """One image: its record and the line this becomes, serialised once; how many labels float32 decided again, and the
-    largest change of a margin; the image and its patched copy, if a patch broke its certificate."""
+    """One image: its record and the line this becomes, serialised once; the labels that were decided again; the image
+    and its patched copy, if a patch broke its certificate."""
 
     record: Record
     line: str
-    redone: int = 0
-    largest_change: float = 0.0
+    redone: Redone = field(default_factory=Redone)
     broken: tuple[Tensor, Tensor] | None = None
 
 
@@ -72,7 +79,7 @@ class Piece:
 
     def dump(self) -> str:
         images = [
-            (done.line, done.redone, done.largest_change, done.broken and [pixels.tolist() for pixels in done.broken])
+            (done.line, vars(done.redone), done.broken and [pixels.tolist() for pixels in done.broken])
             for done in self.images
         ]
         return json.dumps([images, self.batch_size])
@@ -81,9 +88,9 @@ class Piece:
     def load(cls, text: str) -> Piece:
         images, batch_size = json.loads(text)
         done = []
-        for line, redone, change, broken in images:
+        for line, redone, broken in images:
             pixels = broken and (torch.tensor(broken[0]), torch.tensor(broken[1]))
-            done.append(Done(Record.parse(line), line, redone, change, pixels))
+            done.append(Done(Record.parse(line), line, Redone(**redone), pixels))
         return cls(done, batch_size)
 
 
@@ -122,7 +129,7 @@ class Session:
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []
-        self.seconds, self.redone, self.largest_change = 0.0, 0, 0.0  # of earlier sessions too
+        self.seconds, self.redone = 0.0, Redone()  # of earlier sessions too
         self.batch_size: int | None = None
 
     def execute(self) -> Results:
@@ -132,7 +139,7 @@ class Session:
 
     def _execute(self) -> Results:
         started, place = time.monotonic(), self.place
-        measured = measure_tau(self.defense, self.source, self.indices, self.how)
+        measured = self.measure()
         current = self.manifest(measured)
         everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
         if self.team.rank:
@@ -177,15 +184,33 @@ class Session:
                 raise CheckError(doubt)
         return Results(tuple(self.records), self.tally.rates(), content, None if place is None else place.path)
 
+    def measure(self) -> tuple[Measured, Drift] | None:
+        """τ, and what `auto` stands for: what it did in an earlier session, or what the main process finds."""
+        measure = partial(measure_tau, self.defense, self.source, self.indices, self.how)
+        asked = getattr(self.defense, "engine", None) or Engine()
+        if "auto" not in (asked.precision, asked.compile) or device_of(self.defense).type == "cpu":
+            return measure()
+        found, chosen = None, None
+        if self.team.rank == 0:
+            path = None if self.place is None else self.place.manifest_path
+            if self.resume and path is not None and path.exists():
+                chosen = {name: read_manifest(path).get(name) for name in ("precision", "compile")}
+            else:
+                found = measure()
+                chosen = found and {"precision": found[0].precision, "compile": found[0].compile}
+        chosen = self.team.share(chosen)
+        return found or (chosen and measure(engine=replace(asked, **chosen)))
+
     def manifest(self, measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
         """`identity` is what a record depends on; it may not change when the run is resumed."""
         defense, source, device = self.defense, self.source, device_of(self.defense)
         masks = getattr(defense, "masks", None)
         model = None if self.classifier is None else classifier_summary(self.classifier)
-        tau = None
+        tau, engine = None, getattr(defense, "engine", None) or Engine()
         if measured is not None:
             engine, drift = measured
-            tau = {"fast": engine.tau, "fp32": engine.tau_fp32, "drift": asdict(drift) | {"bound": drift.bound}}
+            facts = {"drift": asdict(drift) | {"bound": drift.bound}}
+            tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, **facts}
         threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
         return {
             "schema": SCHEMA,
@@ -216,7 +241,8 @@ class Session:
             **({} if masks is None else {"masks": mask_facts(masks)}),
             "tau": tau,
             "batch_size": self.size if measured is None else int(measured[0].batch_size),
-            "precision": getattr(getattr(defense, "engine", None), "precision", "fp32"),
+            "precision": engine.precision,
+            "compile": engine.compile,
             "processes": self.team.size,
             **made_with(device),
         }
@@ -244,9 +270,9 @@ class Session:
         self.tally.add(self.records)
         results: Any = read_results(place.path)
         with suppress(KeyError, TypeError, ValueError, OverflowError):
-            seconds, redone = float(results["cost"]["seconds"]), int(results["audit"]["redone"])
-            self.largest_change = float(results["audit"]["largest_change"])
-            self.seconds, self.redone = seconds, redone
+            audit, seconds = results["audit"], float(results["cost"]["seconds"])
+            self.redone.add(Redone(audit["steps"], audit["largest_change"], audit["shares"]))
+            self.seconds = seconds
 
     def keep(self, images: Sequence[Done]) -> None:
         """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated
@@ -260,8 +286,7 @@ class Session:
                 lines.append(done.line.encode())
                 self.records.append(done.record)
                 self.tally.add([done.record])
-                self.redone += done.redone
-                self.largest_change = max(self.largest_change, done.largest_change)
+                self.redone.add(done.redone)
                 if self.on_record is not None:
                     self.on_record(done.record)
         finally:
@@ -317,7 +342,7 @@ class Session:
         taken = {name.partition(".")[0] for name in proof.evidence} & {*BASE, *ATTACK, "error"}
         if taken:
             raise InputError(f"evidence cannot be called {min(taken)!r}: that is a field of every record")
-        audits = [(0, 0.0)] * len(images) if evaluator is None else evaluator.audit.per_image(len(images))
+        redone = {} if evaluator is None else evaluator.audit.redone
         records = [
             Record(
                 index=index,
@@ -335,7 +360,7 @@ class Session:
         broken: dict[int, tuple[Tensor, Tensor]] = {}
         if self.attacker is not None:
             records, broken = self.attacker(self.defense, records, images, labels)
-        return [Done(r, r.line(), *audits[row], broken.get(row)) for row, r in enumerate(records)]
+        return [Done(r, r.line(), redone.get(row, Redone()), broken.get(row)) for row, r in enumerate(records)]
 
     def content(self, doubt: str | None) -> dict[str, Any]:
         """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
@@ -366,7 +391,7 @@ class Session:
                 "processes": self.team.size,
                 **({} if self.attacker is None else attack),
             },
-            "audit": {"redone": self.redone, "largest_change": self.largest_change},
+            "audit": {"redone": sum(self.redone.steps.values()), **vars(self.redone)},
             **({} if self.attacker is None else {"broken": tally.broken}),
         }
 
