@@ -67,7 +67,7 @@ def certify(
     """Verdicts with every pair of masks, labels per second, and the engine."""
     threat = pp.PatchThreat.square(image_size=classifier.input_size, percent=3)
     masks = pp.covering_masks(threat, per_axis=per_axis)
-    measured, _ = pp.check_classifier(classifier, images[:512], masks, engine=pp.Engine(**engine), copies=2048)
+    measured, _ = pp.check_classifier(classifier, images[:512], masks, engine=pp.Engine(**engine))
     defense = pp.PatchCleanser(classifier, masks, threat, engine=measured, exhaustive=True)
     size = defense.images_at_once
     defense.certify(images[:size], labels[:size])  # kernels are chosen

@@ -16,8 +16,8 @@ from patchproof.masking._evaluator import Copies, Evaluator
 from patchproof.masking._memory import Engine, Measured, out_of_memory
 from patchproof.types import CheckError, Classifier, InputError, Precision
 
-COMPILE_AFTER = 60.0
-"""Seconds of passes ahead of a GPU that make compiling, which takes 5 to 20, worth while."""
+COMPILE_AFTER = 30.0
+"""Seconds of passes ahead of a GPU that make compiling, which takes 5 to 15, worth while."""
 
 FAILURES = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError)
 

@@ -70,7 +70,8 @@ class Twin:
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
-        with torch.inference_mode(False), torch.no_grad():
+        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether folding is
+        with torch.inference_mode(False), torch.no_grad(), exact:
             twin = cls._made(module, dtype, input_shape)
         if twin.network is not None and compiled:
             twin.network.compile(dynamic=False)
