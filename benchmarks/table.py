@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def throughput() -> Iterator[str]:
-    """Passes per second: the bare network, the peer, ours; and what that makes."""
+    """Labels per second, each counted once: the bare network, the peer, ours; and what that makes."""
     heads = (
         "model",
         "device",
@@ -26,8 +26,10 @@ def throughput() -> Iterator[str]:
         "peer",
         "ours, every pair",
         "of the bare network",
+        "with early exit",
+        "predict",
         "times the peer",
-        "with early exit: passes per image",
+        "with early exit: labels per image",
         "times the peer",
         "decided otherwise",
     )
@@ -39,12 +41,19 @@ def throughput() -> Iterator[str]:
         peer = rows.get("peer, certify")
         every, early = rows["ours, every pair"], rows["ours, early exit"]
         bare = max(found["raw_passes_per_second"].values())
-        precision = found["config"]["precision"] + (", compiled" if found["config"]["compile"] else "")
+        precision = found.get("precision", found["config"]["precision"])
+        precision += ", compiled" if found.get("compile", found["config"]["compile"]) else ""
         images = f"{found['images']}{', all survive' if found['config']['surviving'] else ''}"
         cells = [found["model"], found["machine"]["device"], precision, images, f"{bare:,.0f}"]
-        cells += [f"{peer['passes_per_second']:,.0f}" if peer else "–", f"{every['passes_per_second']:,.0f}"]
-        cells += [f"{every['passes_per_second'] / bare:.0%}", _times(every, peer)]
-        cells += [f"{early['passes'] / early['images']:.1f} of {found['pairs']}", _times(early, peer)]
+        rates = [
+            row.get("needed_per_second") or row["passes_per_second"] for row in (every, early, rows["ours, predict"])
+        ]
+        cells += [f"{peer['passes_per_second']:,.0f}" if peer else "–", f"{rates[0]:,.0f}"]
+        cells += [*(f"{rate / bare:.0%}" for rate in rates), _times(every, peer)]
+        cells += [
+            f"{early.get('needed', early['passes']) / early['images']:.1f} of {found['pairs']}",
+            _times(early, peer),
+        ]
         yield f"| {' | '.join([*cells, str(max(found['differ'].values(), default='–'))])} |"
 
 
@@ -58,7 +67,8 @@ def prediction() -> Iterator[str]:
         ours, peer = rows["ours, predict"], rows.get("peer, predict")
         if peer:
             speed = ours["images_per_second"], peer["images_per_second"]
-            cells = [found["model"], found["machine"]["device"], found["config"]["precision"], str(found["masks"])]
+            precision = found.get("precision", found["config"]["precision"])
+            cells = [found["model"], found["machine"]["device"], precision, str(found["masks"])]
             cells += [f"{ours['passes'] / ours['images']:.1f}", *(f"{value:.3g}" for value in speed)]
             yield f"| {' | '.join([*cells, _times(ours, peer)])} |"
 

@@ -17,7 +17,7 @@ from patchproof.types import CheckError, Precision, PrecisionChoice
 SAFETY = 8.0
 """τ of float32 is this many times the largest change of a margin seen between float32 evaluations."""
 
-FAST_SAFETY = {512: 6.5, 2048: 5.25}
+FAST_SAFETY = {512: 6.5, 2048: 5.5}
 """The same between a fast precision and float32, by the number of copies compared, and of the mean of the largest
 hundredth of the changes, which varies less from sample to sample than the largest (docs/decisions/0003-tau.md)."""
 

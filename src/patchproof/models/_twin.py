@@ -1,8 +1,8 @@
 """A network's copy in another float type: faster than autocast, and as close to the network as that type allows.
 
-What makes it close, with measurements, is in docs/decisions/0010-fast-copy.md: batch normalisation is folded into the
-convolution before it, so that no statistic is ever cast; rounding keeps the sum of every convolution kernel; the last
-layer, and any that the cast would harm, stay in float32.
+What makes it close, with measurements, is in docs/decisions/0010-fast-copy.md: convolutions are scaled to what batch
+normalisation divides by, whose own numbers stay in float32; rounding keeps the sum of every convolution kernel; the
+last layer, and any that the cast would harm, stay in float32.
 """
 
 from __future__ import annotations
@@ -13,44 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 Fingerprint = tuple[tuple[int, int], ...]
 Structure = tuple[tuple[int, str], ...]
 
-FOLDED = {"Conv2d", "Conv2dSame"}, {"BatchNorm2d", "BatchNormAct2d"}
+SCALED = {"Conv2d", "Conv2dSame"}, {"BatchNorm2d", "BatchNormAct2d"}
 """Types by name: a subclass may compute something else."""
 
 INEXACT = 1e-3
-"""A folded network that differs by more than this share of its largest output computed something else."""
+"""A copy that differs by more than this share of its largest output computes something else."""
 
 NEGLIGIBLE = 2.0**-10
 """Rows of a weight smaller than this share of its median row may lose their value."""
-
-
-EPSILON = 1e-5
-"""Batch normalisation takes none that is smaller."""
-
-
-class Shift(nn.Module):
-    """What is left of a folded batch normalisation: a bias per channel, in float32, and the activation."""
-
-    bias: Tensor
-    zero: Tensor
-    one: Tensor
-    variance: Tensor
-
-    def __init__(self, channels: int, act: nn.Module) -> None:
-        super().__init__()
-        for name, value in (("bias", 0.0), ("zero", 0.0), ("one", 1.0), ("variance", 1.0 - EPSILON)):
-            self.register_buffer(name, torch.full((channels,), value))
-        self.act = act
-
-    def forward(self, features: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # becomes part of the next kernel
-            return self.act((features + self.bias[:, None, None]).to(features.dtype))
-        # Without the compiler, batch normalisation adds a bias faster than a sum or the convolution itself does.
-        return self.act(functional.batch_norm(features, self.zero, self.variance, self.one, self.bias, eps=EPSILON))
 
 
 @dataclass
@@ -63,14 +37,14 @@ class Twin:
 
     network: nn.Module | None
     structure: Structure
-    folds: list[tuple[str, str]] = field(default_factory=list)
-    """Names of convolutions and of the batch normalisations folded into them."""
+    scaled: list[tuple[str, str]] = field(default_factory=list)
+    """Names of convolutions and of the batch normalisations that take their output, and nothing else does."""
     mine: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
-        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether folding is
+        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether scaling is
         with torch.inference_mode(False), torch.no_grad(), exact:
             twin = cls._made(module, dtype, input_shape)
         if twin.network is not None and compiled:
@@ -85,13 +59,12 @@ class Twin:
         images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
         plain = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
         try:
-            folds, last, expected = _trace(plain, images)
-            for some in (folds, []) if folds else ([],):
+            pairs, last, expected = _trace(plain, images)
+            for some in (pairs, []) if pairs else ([],):
                 network = copy.deepcopy(plain)
                 twin = cls(network, _structure(module), some, dict(network.named_modules()))
-                twin._fold()
                 twin.follow(module)
-                if not some or _close(network(images), expected):
+                if not some or (network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax():
                     break
             _convert(network, dtype, twin.mine[last] if last else None)
             twin.follow(module)
@@ -103,17 +76,6 @@ class Twin:
         except (RuntimeError, TypeError, AssertionError, ValueError):  # e.g. float32 constants of its own
             return cls(None, _structure(module))
         return twin
-
-    def _fold(self) -> None:
-        """Replace batch normalisations by what is left of them."""
-        for convolution, normalisation in self.folds:
-            conv: Any = self.mine[convolution]
-            bn: Any = self.mine[normalisation]
-            conv.bias = None
-            shift = Shift(bn.num_features, getattr(bn, "act", nn.Identity())).to(bn.running_mean.device)
-            parent, _, name = normalisation.rpartition(".")
-            setattr(self.mine[parent], name, shift)
-            self.mine[normalisation] = shift
 
     def resembles(self, module: nn.Module) -> bool:
         """Is it still a copy of this network, but for its weights?"""
@@ -129,22 +91,22 @@ class Twin:
     def follow(self, module: nn.Module) -> None:
         """Take over the weights of `module`."""
         theirs: dict[str, Any] = dict(module.named_modules())
-        folded = {name for pair in self.folds for name in pair}
-        wanted: list[tuple[Tensor, Tensor]] = []
-        for convolution, normalisation in self.folds:
+        values = {name: _own(part) for name, part in theirs.items()}
+        for convolution, normalisation in self.scaled:
             conv, bn = theirs[convolution], theirs[normalisation]
-            scale = (bn.running_var + bn.eps).rsqrt() * (1.0 if bn.weight is None else bn.weight)
-            bias = -bn.running_mean if conv.bias is None else conv.bias - bn.running_mean
-            bias = bias * scale + (0.0 if bn.bias is None else bn.bias)
-            kernel: Any = self.mine[convolution].weight
-            wanted.append((kernel, rounded(conv.weight * scale[:, None, None, None], kernel.dtype)))
-            wanted.append((self.mine[normalisation].bias, bias))  # type: ignore[arg-type]
-        for name, part in self.mine.items():
-            if name in folded:
-                continue
-            for mine, original in zip(_own(part), _own(theirs[name]), strict=True):
-                kernel = isinstance(part, nn.Conv2d) and original.ndim == 4
-                wanted.append((mine, rounded(original, mine.dtype) if kernel else original))
+            variance = bn.running_var + bn.eps
+            scale = torch.exp2(-(variance.log2() / 2).round())  # a power of two: exact
+            moved = {id(conv.weight): conv.weight * scale[:, None, None, None]}
+            moved |= {id(conv.bias): conv.bias * scale} if conv.bias is not None else {}
+            moved |= {id(bn.running_mean): bn.running_mean * scale}
+            moved |= {id(bn.running_var): variance * scale.square() - bn.eps}
+            for name in (convolution, normalisation):
+                values[name] = [moved.get(id(tensor), tensor) for tensor in values[name]]
+        wanted = [
+            (mine, rounded(value, mine.dtype) if isinstance(part, nn.Conv2d) and value.ndim == 4 else value)
+            for name, part in self.mine.items()
+            for mine, value in zip(_own(part), values[name], strict=True)
+        ]
         for mine, original in wanted:
             if mine.device != original.device:
                 mine.data = mine.data.to(original.device)
@@ -173,36 +135,32 @@ def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], s
     network's, or nothing; and that output."""
     made: dict[int, tuple[str, Tensor]] = {}  # holds on to the tensors, whose ids are the keys
     calls: list[str] = []
-    folds: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     handles = []
     for name, part in network.named_modules():
         kind = type(part).__name__
 
         def before(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
             source = made.get(id(inputs[0])) if inputs else None
-            if source is not None and type(network.get_submodule(source[0])).__name__ in FOLDED[0]:
-                folds.append((source[0], name))
+            if source is not None and type(network.get_submodule(source[0])).__name__ in SCALED[0]:
+                pairs.append((source[0], name))
 
         def after(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             calls.append(name)
             made[id(output)] = name, output
 
-        if kind in FOLDED[1] and getattr(part, "running_mean", None) is not None:
+        if kind in SCALED[1] and getattr(part, "running_mean", None) is not None:
             handles.append(part.register_forward_pre_hook(before))
-        if kind in FOLDED[0] | FOLDED[1] or isinstance(part, nn.Linear):
+        if kind in SCALED[0] | SCALED[1] or isinstance(part, nn.Linear):
             handles.append(part.register_forward_hook(after))
     try:
         output = network(images)
     finally:
         for handle in handles:
             handle.remove()
-    once = [pair for pair in folds if all(calls.count(name) == 1 for name in pair)]
+    once = [pair for pair in pairs if all(calls.count(name) == 1 for name in pair)]
     last = made[id(output)][0] if id(output) in made else ""
     return once, last if calls.count(last) == 1 else "", output
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().amax() <= INEXACT * expected.abs().amax())
 
 
 def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> None:
@@ -215,7 +173,7 @@ def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> 
         return output.to(dtype)
 
     for part in list(network.modules()):
-        if isinstance(part, (nn.modules.batchnorm._BatchNorm, Shift)):
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
             continue
         harmed = not any(part.children()) and any(_harmed(tensor, dtype) for tensor in _own(part))
         if part is last or harmed:
