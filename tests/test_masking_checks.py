@@ -8,7 +8,7 @@ from torch import nn
 
 import patchproof as pp
 from patchproof.masking import _drift
-from patchproof.types import CheckError
+from patchproof.types import CheckError, InputError
 
 THREAT = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
 MASKS = pp.covering_masks(THREAT, per_axis=2)
@@ -97,3 +97,35 @@ def test_a_classifier_no_certificate_can_be_about_is_refused(message):
     make, options = REFUSED[message]
     with pytest.raises(CheckError, match=message):
         check(make(), **options)
+
+
+# --- which arithmetic is the fastest ---------------------------------------------------------------------------------
+
+
+def surveyed(rates, again):
+    changes = {name: 0.01 for name in again if name != "fp32"}
+    return pp.masking.Drift(0.0, 0.0, 0.0, 1.0, 512, changes=changes, again=again, labels_per_second=rates)
+
+
+def test_auto_takes_the_fastest_way_and_says_why():
+    rates = {"fp16 fp32": 90.0, "fp16 tf32 fp32": 150.0, "bf16 fp32": 40.0, "tf32 fp32": 120.0, "fp32": 60.0}
+    drift = surveyed(rates, {"fp16": 0.25, "bf16": 0.9, "tf32": 0.1, "fp32": 0.0})
+    assert drift.fastest("auto") == drift.fastest("fp16") == "fp16 tf32 fp32"
+    assert drift.remark("auto").startswith(
+        "precision fp16; labels per second: fp16 150 (25% decided again), bf16 40 (90%"
+    )
+    assert drift.remark("bf16") == "bf16 decides 90% of the labels again; fp16 would be faster"
+    assert drift.remark("tf32") == drift.remark("fp32") == ""
+    assert surveyed({}, {"bf16": 0.3}).remark("bf16") == "bf16 decides 30% of the labels again; auto takes the fastest"
+    assert (surveyed({}, {}).fastest("auto"), surveyed({}, {}).fastest("bf16")) == ("fp32", "bf16 fp32")
+
+
+def test_off_a_gpu_auto_is_float32_and_a_measured_engine_is_never_auto():
+    images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    engine = pp.Engine(precision="auto", compile="auto")
+    measured, drift = pp.check_classifier(linear(), images, MASKS, engine=engine, work=10**9)
+    assert (measured.precision, measured.compile, measured.tau, measured.steps) == ("fp32", False, 0.0, [("fp32", 0.0)])
+    assert drift.remark("auto") == ""
+    for wrong in ({"precision": "auto"}, {"compile": "auto"}):
+        with pytest.raises(InputError, match="`auto` is for Engine"):
+            pp.masking.Measured(tau=1.0, tau_fp32=1.0, **wrong)
