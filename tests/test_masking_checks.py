@@ -129,3 +129,5 @@ def test_off_a_gpu_auto_is_float32_and_a_measured_engine_is_never_auto():
     for wrong in ({"precision": "auto"}, {"compile": "auto"}):
         with pytest.raises(InputError, match="`auto` is for Engine"):
             pp.masking.Measured(tau=1.0, tau_fp32=1.0, **wrong)
+    with pytest.raises(InputError, match="tau_tf32 must be at least"):
+        pp.masking.Measured(precision="fp16", tau=1.0, tau_fp32=0.1, tau_tf32=0.0)

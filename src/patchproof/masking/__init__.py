@@ -8,7 +8,7 @@ from patchproof.masking._arithmetic import AUTOCAST, evaluating, network, tf32
 from patchproof.masking._checks import check_classifier
 from patchproof.masking._drift import Drift, margin_changes, measure_drift
 from patchproof.masking._ensemble import Ensemble
-from patchproof.masking._evaluator import Answers, Audit, Copies, Evaluator, Redone
+from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import MaskedForward, as_images, fill_colour, images_ahead, occlude, show
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
 from patchproof.masking._memory import Engine, Measured, default_batch, out_of_memory
@@ -16,6 +16,7 @@ from patchproof.masking._objective import Aim, CleanAnswers, Objective, Views
 
 __all__ = [
     "AUTOCAST",
+    "SHARES",
     "Aim",
     "Answers",
     "Audit",

@@ -40,7 +40,8 @@ def check_classifier(
     """
     _check_images(images, masks)
     engine = engine or Engine()
-    evaluator = Evaluator(classifier, replace(engine, precision=engine.fast, compile=engine.compile is True))
+    settled = engine.compile is True and engine.precision != "auto"
+    evaluator = Evaluator(classifier, replace(engine, precision=engine.fast, compile=settled))
     keep = masks.keep(images.device)
     drawn = torch.randint(len(masks), (2, copies), generator=torch.Generator().manual_seed(1))
     chosen = Copies(torch.arange(copies) % len(images), drawn[0], drawn[1]).to(images.device)
@@ -55,17 +56,19 @@ def check_classifier(
         raise CheckError(f"logits are NaN or infinite in {engine.fast}; use a wider precision: fp32, or bf16 for fp16")
     way: Any = drift.fastest(engine.precision)
     fast, *later = way.split()
-    if engine.compile == "auto" and work / drift.labels_per_second.get(way, work or 1) > COMPILE_AFTER:
+    ahead = work / drift.labels_per_second.get(way, work or 1)  # seconds; none where nothing was timed
+    if (engine.compile == "auto" and ahead > COMPILE_AFTER) or (engine.compile is True and engine.fast != fast):
         compiled = replace(engine, precision=fast, compile=True, batch_size=evaluator.chunk)
         try:
             measured, own = check_classifier(classifier, images, masks, engine=compiled, copies=copies)
             return measured, replace(own, again=drift.again, labels_per_second=drift.labels_per_second)
         except CheckError:
-            pass  # what cannot be compiled runs as it is
+            if engine.compile is True:
+                raise  # what cannot be compiled runs as it is only where nobody asked for it
     measured = Measured(
         precision=fast,
         batch_size=evaluator.chunk,
-        compile=engine.compile is True,
+        compile=settled,
         tau=drift.tau(fast),
         tau_fp32=drift.tau_fp32,
         tau_tf32=drift.tau("tf32") if "tf32" in later else None,
@@ -91,6 +94,8 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
     """The engine's own passes; from here on they work, in chunks that fit."""
     try:
         logits = evaluator.evaluate(images, keep, copies, _checked_logits)
+        if evaluator.engine.compile and len(copies.image) < evaluator.chunk:  # only whole chunks are compiled
+            evaluator.evaluate(images, keep, copies.padded(evaluator.chunk), _checked_logits)
     except CheckError:
         raise
     except FAILURES as error:

@@ -58,6 +58,8 @@ class Measured(Engine):
             raise InputError("a measured engine has a precision and is compiled or not; `auto` is for Engine")
         if not (self.tau >= 0 and self.tau_fp32 > 0):
             raise InputError(f"tau cannot be negative and tau_fp32 must be above 0, not {self.tau} and {self.tau_fp32}")
+        if self.tau_tf32 is not None and not self.tau_tf32 >= self.tau_fp32:
+            raise InputError(f"tau_tf32 must be at least tau_fp32 ({self.tau_fp32}), not {self.tau_tf32}")
         if self.precision != "fp32" and self.tau == 0:
             raise InputError(f"{self.precision} labels need a τ above 0 to count; take it from check_classifier")
 

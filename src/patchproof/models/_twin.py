@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Fingerprint = tuple[tuple[int, int], ...]
-Structure = tuple[tuple[int, str], ...]
+Structure = tuple[tuple[int, str, int], ...]
 
 SCALED = {"Conv2d", "Conv2dSame"}, {"BatchNorm2d", "BatchNormAct2d"}
 """Types by name: a subclass may compute something else."""
@@ -57,15 +57,18 @@ class Twin:
     def _made(cls, module: nn.Module, dtype: torch.dtype, input_shape: tuple[int, int, int]) -> Twin:
         device = next((t.device for t in _tensors(module)), torch.device("cpu"))
         images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
-        plain = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
         try:
-            pairs, last, expected = _trace(plain, images)
-            for some in (pairs, []) if pairs else ([],):
-                network = copy.deepcopy(plain)
-                twin = cls(network, _structure(module), some, dict(network.named_modules()))
-                twin.follow(module)
-                if not some or (network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax():
-                    break
+            network = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+            pairs, last, expected = _trace(network, images)
+            twin = cls(network, _structure(module), mine=dict(network.named_modules()))
+
+            def unchanged(some: list[tuple[str, str]]) -> bool:
+                twin.scaled = some
+                twin.follow(module, trial=torch.Generator().manual_seed(0))
+                return bool((network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax())
+
+            twin.scaled = pairs if unchanged(pairs) else [pair for pair in pairs if unchanged([pair])]
+            twin.follow(module)
             _convert(network, dtype, twin.mine[last] if last else None)
             twin.follow(module)
             network(images.to(dtype))
@@ -73,8 +76,8 @@ class Twin:
                 network.masked(images.to(dtype), torch.ones_like(images[:, :1], dtype=torch.bool))  # type: ignore[operator]
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, AssertionError, ValueError):  # e.g. float32 constants of its own
-            return cls(None, _structure(module))
+        except (RuntimeError, TypeError, AssertionError, ValueError, AttributeError, LookupError):
+            return cls(None, _structure(module))  # e.g. float32 constants of its own
         return twin
 
     def resembles(self, module: nn.Module) -> bool:
@@ -88,14 +91,17 @@ class Twin:
                 self.follow(module)
         return self.network
 
-    def follow(self, module: nn.Module) -> None:
-        """Take over the weights of `module`."""
+    def follow(self, module: nn.Module, trial: torch.Generator | None = None) -> None:
+        """Take over the weights of `module`; on `trial`, scale convolutions at random, which must change nothing."""
         theirs: dict[str, Any] = dict(module.named_modules())
         values = {name: _own(part) for name, part in theirs.items()}
         for convolution, normalisation in self.scaled:
             conv, bn = theirs[convolution], theirs[normalisation]
             variance = bn.running_var + bn.eps
-            scale = torch.exp2(-(variance.log2() / 2).round())  # a power of two: exact
+            exponent = -(variance.log2() / 2).round()
+            if trial is not None:
+                exponent = torch.randint(-3, 4, exponent.shape, generator=trial).to(exponent)
+            scale = torch.exp2(exponent)  # a power of two: exact
             moved = {id(conv.weight): conv.weight * scale[:, None, None, None]}
             moved |= {id(conv.bias): conv.bias * scale} if conv.bias is not None else {}
             moved |= {id(bn.running_mean): bn.running_mean * scale}
@@ -133,7 +139,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], str, Tensor]:
     """Convolutions whose output goes into a batch normalisation, each called once; the linear layer whose output is the
     network's, or nothing; and that output."""
-    made: dict[int, tuple[str, Tensor]] = {}  # holds on to the tensors, whose ids are the keys
+    made: dict[int, tuple[str, Tensor, int]] = {}  # holds on to the tensors, whose ids are the keys
     calls: list[str] = []
     pairs: list[tuple[str, str]] = []
     handles = []
@@ -141,13 +147,14 @@ def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], s
         kind = type(part).__name__
 
         def before(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
-            source = made.get(id(inputs[0])) if inputs else None
-            if source is not None and type(network.get_submodule(source[0])).__name__ in SCALED[0]:
-                pairs.append((source[0], name))
+            source, _tensor, version = made.get(id(inputs[0]) if inputs else 0, ("", None, 0))
+            written = source and inputs[0]._version != version  # in place, on the way
+            if source and not written and type(network.get_submodule(source)).__name__ in SCALED[0]:
+                pairs.append((source, name))
 
         def after(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             calls.append(name)
-            made[id(output)] = name, output
+            made[id(output)] = name, output, getattr(output, "_version", 0)
 
         if kind in SCALED[1] and getattr(part, "running_mean", None) is not None:
             handles.append(part.register_forward_pre_hook(before))
@@ -170,7 +177,7 @@ def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> 
         return tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def downwards(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.to(dtype)
+        return output.to(dtype)  # a layer that returns something else is not converted: this fails
 
     for part in list(network.modules()):
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
@@ -190,7 +197,7 @@ def _harmed(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Does some row overflow, or lose more than rounding takes from a number of ordinary size?"""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
-    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
+    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
     size = rows.norm(dim=1)
     error = (rows.to(dtype).to(rows.dtype) - rows).norm(dim=1)
     fine = (error <= torch.finfo(dtype).eps * size) | (size < NEGLIGIBLE * size.median())
@@ -202,7 +209,7 @@ def _own(part: nn.Module) -> list[Tensor]:
 
 
 def _structure(module: nn.Module) -> Structure:
-    return tuple((id(part), type(part).__name__) for part in _parts(module))
+    return tuple((id(part), type(part).__name__, len(_own(part))) for part in _parts(module))
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

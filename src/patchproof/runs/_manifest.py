@@ -21,6 +21,9 @@ from patchproof.version import __version__
 
 SCHEMA = 1
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
+MEASURED_AS = {"fast": "fast", "tf32": "tf32_measured", "fp32": "fp32"}
+"""Each τ of a manifest, and what it is to be compared with: TF32 is measured also where it is no step."""
+
 TAU_MAY_GROW = 2.0
 """The safety factors of τ are several times this."""
 
@@ -49,8 +52,8 @@ def stored_engine(
     """The τ that a run began with, as long as what is measured now is not far from it, and its batch size unless
     `keep_batch` asks for the present one."""
     try:
-        for kind in ("fast", "tf32", "fp32"):
-            before, now = stored["tau"].get(kind), current["tau"].get(kind)
+        for kind, measured in MEASURED_AS.items():
+            before, now = stored["tau"].get(kind), current["tau"].get(measured)
             if before is not None and now is not None and now > TAU_MAY_GROW * before:
                 raise CheckError(
                     f"{where} was begun with τ({kind}) = {before:.3g}, but here and now it would be {now:.3g}: another "
@@ -78,9 +81,10 @@ def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> Non
                 "machine the same files"
             )
         if current["tau"] is not None:
-            for kind, ours in current["tau"].items():
-                if isinstance(ours, float) and theirs["tau"][kind] is not None:
-                    current["tau"][kind] = max(ours, theirs["tau"][kind])
+            for kind, measured in MEASURED_AS.items():
+                ours, other = current["tau"][kind], theirs["tau"][measured]
+                if ours is not None and other is not None:
+                    current["tau"][kind] = max(ours, other)
         current["batch_size"] = min(current["batch_size"], theirs["batch_size"])
 
 

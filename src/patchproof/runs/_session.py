@@ -19,7 +19,7 @@ from torch import Tensor
 
 from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
 from patchproof.defenses import Defense, assess, device_of
-from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
+from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
 from patchproof.runs._folder import (
@@ -188,13 +188,14 @@ class Session:
         """τ, and what `auto` stands for: what it did in an earlier session, or what the main process finds."""
         measure = partial(measure_tau, self.defense, self.source, self.indices, self.how)
         asked = getattr(self.defense, "engine", None) or Engine()
-        if "auto" not in (asked.precision, asked.compile) or device_of(self.defense).type == "cpu":
+        if "auto" not in (asked.precision, asked.compile):
             return measure()
         found, chosen = None, None
         if self.team.rank == 0:
             path = None if self.place is None else self.place.manifest_path
             if self.resume and path is not None and path.exists():
-                chosen = {name: read_manifest(path).get(name) for name in ("precision", "compile")}
+                stored = read_manifest(path)
+                chosen = {"precision": stored.get("precision", "fp32"), "compile": bool(stored.get("compile"))}
             else:
                 found = measure()
                 chosen = found and {"precision": found[0].precision, "compile": found[0].compile}
@@ -206,11 +207,13 @@ class Session:
         defense, source, device = self.defense, self.source, device_of(self.defense)
         masks = getattr(defense, "masks", None)
         model = None if self.classifier is None else classifier_summary(self.classifier)
-        tau, engine = None, getattr(defense, "engine", None) or Engine()
+        tau: dict[str, Any] | None = None
+        engine = getattr(defense, "engine", None) or Engine()
         if measured is not None:
             engine, drift = measured
-            facts = {"drift": asdict(drift) | {"bound": drift.bound}}
-            tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, **facts}
+            between = drift.tau("tf32") if "tf32" in drift.changes else None
+            tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, "tf32_measured": between}
+            tau |= {"drift": asdict(drift) | {"bound": drift.bound}}
         threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
         return {
             "schema": SCHEMA,
@@ -271,7 +274,8 @@ class Session:
         results: Any = read_results(place.path)
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             audit, seconds = results["audit"], float(results["cost"]["seconds"])
-            self.redone.add(Redone(audit["steps"], audit["largest_change"], audit["shares"]))
+            steps, none = audit.get("steps", {"fp32": audit["redone"]}), [0] * SHARES
+            self.redone.add(Redone(steps, float(audit["largest_change"]), list(audit.get("shares", none))))
             self.seconds = seconds
 
     def keep(self, images: Sequence[Done]) -> None:
