@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 
 import patchproof as pp
 from patchproof.cli import _setup, run
-from patchproof.masking import Measured
-from patchproof.models import load_classifier, save_checkpoint
+from patchproof.data import preprocess
+from patchproof.masking import Measured, as_images
+from patchproof.models import load_checkpoint, load_classifier, save_checkpoint
 from patchproof.runs import ATTACK_ACCURACIES, RunFolder
+from patchproof.types import Preprocessing
+from small_model import fitted_checkpoint
 from test_cli import assert_one_line, content, records
 
 SPEC = importlib.util.spec_from_file_location("campaign", Path(__file__).parents[1] / "scripts" / "campaign.py")
@@ -70,6 +73,34 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
     assert found["cost"]["passes"] == sum(r["passes"] for r in records("a")) > 0
     manifest = content("a", "manifest")
     assert (manifest["command"], manifest["identity"]["attack"]["steps"]) == ("attack", 2)
+
+
+def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_path):
+    checkpoint = fitted_checkpoint(tmp_path / "fitted")
+    assert attack("--weights", checkpoint, "--limit", 8, "--patch", "9px", *QUICK, "--output", "a") == 0
+    classifier, data = load_checkpoint(checkpoint).eval(), pp.open_dataset("fashion-mini")
+    defense = pp.defense("patchcleanser", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=9), per_axis=3)
+    targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
+    seen = {"defended": 0, "undefended": 0}
+    for record in records("a"):
+        path = Path("a/patches") / f"{record['index']}.safetensors"
+        kept = load_file(path) if path.exists() else {}
+        fell = {"defended": record["place"] is not None}
+        fell["undefended"] = record["undefended"] and not record["undefended_attacked"]
+        for name, predict in targets.items():
+            assert (name in kept) == fell[name]
+            if fell[name]:
+                top, left, height, width = kept[f"{name}_place"].tolist()
+                image = as_images(preprocess(data.load(record["index"]), Preprocessing(resize=(28, 28)))[None], "cpu")
+                image[0, :, top : top + height, left : left + width] = kept[name]
+                assert predict(image).tolist() == [int(kept[f"{name}_label"])] != [record["label"]]
+                seen[name] += 1
+        if fell["defended"]:
+            assert (record["place"], record["attacked_label"]) == (
+                kept["defended_place"].tolist(),
+                int(kept["defended_label"]),
+            )
+    assert min(seen.values()) > 0
 
 
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):

@@ -203,14 +203,16 @@ def test_series_and_bars_differ_in_black_and_white(folder):
 def test_figures_have_axes_units_n_and_text_that_is_text(folder):
     report = build_report([folder])
     units = {"classes": "images of the class (%)", "margins": "margin (logits)", "cost": "passes per image"}
+    units |= {"failing-masks": "column of masks"}
+    failed = sum(not record.certified for record in random_records(60))
     assert {picture.key for picture in report.pictures} == set(units)
     for picture in report.pictures:
         found = [
             "".join(t.itertext()) for t in ElementTree.fromstring(picture.svg_file).iter() if t.tag.endswith("text")
         ]
         assert any(text.startswith(units[picture.key]) for text in found)
-        assert any("n = 60" in text for text in found)
-        assert "95%" in picture.alt or "istogram" in picture.alt
+        assert any(f"n = {failed if picture.key == 'failing-masks' else 60}" in text for text in found)
+        assert "95%" in picture.alt or "istogram" in picture.alt or f"{failed} images" in picture.alt
         assert INK not in picture.inline
         assert picture.png.startswith(b"\x89PNG")
 
@@ -288,7 +290,7 @@ def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
     for name in ("one", "two"):
         build_report([folder, train]).write(tmp_path / name)
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
-    assert {path.suffix for path in files} == {".html", ".svg", ".png", ".md", ".csv", ".tex"}
+    assert {path.suffix for path in files} == {".html", ".svg", ".png", ".md", ".csv", ".tex", ".json"}
     assert files == sorted(p.relative_to(tmp_path / "two") for p in (tmp_path / "two").rglob("*") if p.is_file())
     for path in files:
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
@@ -454,7 +456,7 @@ def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, tmp_path,
         assert page.text.index("Before you read the numbers") < page.text.index(text) < page.text.index("certified")
     left = read_run(folder).rates["certified"].n
     assert table(report, "accuracies")[0]["rate (95% interval) n"] == str(left)
-    assert {p.key for p in report.pictures} == ({"classes", "margins", "cost"} if left else set())
+    assert {p.key for p in report.pictures} == ({"classes", "failing-masks", "margins", "cost"} if left else set())
 
 
 def test_a_digit_changed_in_a_record_is_found_by_its_checksum(tmp_path):
