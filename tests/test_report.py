@@ -14,12 +14,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib.font_manager import fontManager
 
 from patchproof.cli import run as command
 from patchproof.models import sealed
 from patchproof.report import Options, Report, build_report, class_words, notice_groups
 from patchproof.report._build import Notice
-from patchproof.report._figures import COLOURS, INK, series_style
+from patchproof.report._figures import COLOURS, INK, fonts_for, series_style
 from patchproof.report._plots import histogram
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
@@ -215,6 +218,36 @@ def test_figures_have_axes_units_n_and_text_that_is_text(folder):
         assert "95%" in picture.alt or "istogram" in picture.alt or f"{failed} images" in picture.alt
         assert INK not in picture.inline
         assert picture.png.startswith(b"\x89PNG")
+
+
+def test_letters_that_our_font_lacks_come_from_an_installed_one_or_without_a_word(tmp_path, recwarn, monkeypatch):
+    run = write_run(tmp_path / "r", manifest(count=30, classes=["猫", "犬", "鰻"]), random_records(30))
+
+    def drawn() -> bytes:
+        (picture,) = [p for p in build_report([run]).pictures if p.key == "classes"]
+        assert "猫 (n =" in picture.svg
+        fonts_for.cache_clear()
+        return picture.png
+
+    without = drawn()
+    monkeypatch.setattr(fontManager, "ttflist", list(fontManager.ttflist))
+    builder, square = FontBuilder(1000, isTTF=True), TTGlyphPen(None)
+    square.moveTo((100, 0)), square.lineTo((100, 900)), square.lineTo((900, 900)), square.lineTo((900, 0))
+    square.closePath()
+    builder.setupGlyphOrder([".notdef", "square"])
+    builder.setupCharacterMap(dict.fromkeys(map(ord, "猫犬鰻"), "square"))
+    builder.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "square": square.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (1000, 0), "square": (1000, 100)})
+    builder.setupHorizontalHeader(ascent=900, descent=-100)
+    builder.setupNameTable({"familyName": "Zoo", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "zoo.ttf")
+    fontManager.addfont(tmp_path / "zoo.ttf")
+    assert fonts_for("猫 and cat") == ("Zoo",)
+    assert drawn() != without
+    assert fonts_for("cat") == ()
+    assert not [str(warning.message) for warning in recwarn if "Glyph" in str(warning.message)]
 
 
 def test_more_classes_than_fit_are_ranked(tmp_path):

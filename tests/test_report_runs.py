@@ -428,9 +428,11 @@ MEASURE = """<script>addEventListener("load", () => {
     !["auto", "scroll"].includes(getComputedStyle(e).overflowX) && getComputedStyle(e).display !== "inline" &&
     !e.closest("svg")).map(e => e.className || e.tagName);
   const style = getComputedStyle(document.body);
+  const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth + 1);
+  const hinted = cut.every(e => getComputedStyle(e).backgroundAttachment.includes("local"));
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
   parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth, style.backgroundColor, broken,
-    wide]), "*");
+    wide, cut.map(e => e.ariaLabel), hinted]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title = event.data; });</script>
@@ -455,9 +457,11 @@ def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tm
     )
     assert "CONSOLE" not in done.stderr
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1)
-    inner, needed, background, broken, wide = json.loads(title)
+    inner, needed, background, broken, wide, cut, hinted = json.loads(title)
     assert inner == width
     assert needed <= width
     assert wide == []
+    assert hinted
+    assert not (width == 1280 and name == "one" and cut)
     assert broken == 0
     assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")

@@ -118,7 +118,7 @@ def fonts_for(text: str) -> tuple[str, ...]:
     for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.weight != 400, entry.name, entry.fname)):
         if not missing:
             break
-        if missing & characters(entry.fname):
+        if not entry.name.startswith("Last Resort") and missing & characters(entry.fname):  # it has boxes for all
             found.append(entry.name)
             missing -= characters(entry.fname)
     return tuple(dict.fromkeys(found))
