@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from patchproof.report import Options, build_report
-from patchproof.report._conclude import Conclusion, conclude_one
 from patchproof.report._compare import TracedRun
+from patchproof.report._conclude import Conclusion, conclude_one
 from patchproof.report._paired import Paired, count_pairs, holm
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record

@@ -298,7 +298,10 @@ def test_the_papers_layout_has_a_row_per_strategy_and_columns_per_setting(tmp_pa
     table = paper_table(runs)
     assert [row[0] for row in table.rows] == ["cutout", "greedy", "greedy (run 2)", "run4 †"]
     assert [name.rsplit(" · ", 2)[1] for name, _ in table.groups[1:]] == ["3×3 masks", "6×6 masks"]
-    assert [column.name for column in table.columns] == ["strategy", *["defended", "defended, paper", "certified", "certified, paper"] * 2]
+    assert [column.name for column in table.columns] == [
+        "strategy",
+        *["defended", "defended, paper", "certified", "certified, paper"] * 2,
+    ]
     assert table.rows[1][1:5] == (runs[0].run.rates["defended"], "99.2%", runs[0].certified, "93.7%")
     assert table.rows[1][5:9] == (runs[2].run.rates["defended"], "99.4%", runs[2].certified, "95.6%")
     assert table.rows[0][5:] == table.rows[2][1:5] == (None, None, None, None)

@@ -255,9 +255,7 @@ def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
     columns = [Column(head, digits=3) for head in heads]
     if len(comparisons) == 1:
         columns, rows = [columns[0], *columns[2:]], [(row[0], *row[2:]) for row in rows]
-    return Table(
-        "paired-classes", f"Certified against {comparisons[0].base.name}, by class", columns, rows, [HOLM]
-    )
+    return Table("paired-classes", f"Certified against {comparisons[0].base.name}, by class", columns, rows, [HOLM])
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

@@ -102,7 +102,7 @@ def failures_table(run: StoredCertification) -> Table:
         rows.append(row)
     notes = []
     if "undefended" in run.rates:
-        notes.append("Undefended wrong: misclassified as it is, so there is nothing that could be certified.")
+        notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
     if masked:
         which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
         notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
@@ -312,7 +312,9 @@ def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:
             continue
         rate = run.best.certified
         words = f"epoch {run.best.epoch} of {len(run.epochs)} is the best, {percent(rate.rate)} certified"
-        verdict.append(f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) on {rate.n:,} validation images.")
+        verdict.append(
+            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) on {rate.n:,} validation images."
+        )
         if len(run.epochs) > 1 and run.best.epoch == run.epochs[-1].epoch:
             steps.append(f"Train {run.name} for more epochs: the last one is the best.")
     if any(run.best is not None for run in runs):

@@ -135,9 +135,7 @@ def cost_table(run: StoredCertification) -> Table:
     if run.seconds:
         rows.append(("time", duration(run.seconds)))
         each = run.seconds / len(passes)
-        rows.append(
-            ("images per second", f"{1 / each:,.1f}") if each < 1 else ("time per image", duration(each))
-        )
+        rows.append(("images per second", f"{1 / each:,.1f}") if each < 1 else ("time per image", duration(each)))
     return Table("cost", "Cost", (Column("what"), Column("how much")), rows)
 
 

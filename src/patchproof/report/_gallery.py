@@ -183,7 +183,10 @@ def _card(run: StoredCertification, source: ImageSource, record: Record) -> Card
     card, (rects, answer) = _plain_card(run, record, image), witness(run, record)
     if not rects:
         return card
-    how, answered = f"under {count_words(len(rects), 'mask', 'masks')}", None if answer is None else run.class_name(answer)
+    how, answered = (
+        f"under {count_words(len(rects), 'mask', 'masks')}",
+        None if answer is None else run.class_name(answer),
+    )
     return replace(card, masked=data_uri(hidden(image, rects, run.fill)), rects=rects, how=how, answered=answered)
 
 

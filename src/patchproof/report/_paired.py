@@ -51,9 +51,8 @@ class Paired:
         (low1, high1), (low2, high2) = _wilson(first, self.n), _wilson(second, self.n)
         rate1, rate2 = first / self.n, second / self.n
         product = first * (self.n - first) * second * (self.n - second)
-        agreement = self.both * self.neither - self.lost * self.gained
-        agreement = max(agreement - self.n / 2, 0) if agreement > 0 else agreement
-        phi = agreement / math.sqrt(product) if product else 0.0
+        together = self.both * self.neither - self.lost * self.gained
+        phi = (max(together - self.n / 2, 0) if together > 0 else together) / math.sqrt(product) if product else 0.0
 
         def reach(a: float, b: float) -> float:
             return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
