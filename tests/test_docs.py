@@ -153,9 +153,7 @@ def test_the_site_needs_no_network(site):
 
 
 def test_commands_on_the_home_page_fit_into_its_width():
-    blocks = re.findall(
-        r"^```sh\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
-    lines = [line for block in blocks for line in block.splitlines()]
+    blocks = BLOCK.findall((ROOT / "docs" / "index.md").read_text("utf-8"))
+    lines = [line for _, block in blocks for line in block.splitlines()]
     assert lines
     assert max(map(len, lines)) <= 75

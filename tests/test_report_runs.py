@@ -339,6 +339,7 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
     left_out = [column.name for column in complete.columns if column not in shown.columns]
     assert left_out == [
         "data set",
+        "split",
         "architecture",
         "defence",
         "guarantee",

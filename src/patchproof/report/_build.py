@@ -13,6 +13,7 @@ from markupsafe import Markup
 from patchproof.models import load_checkpoint
 from patchproof.report import _conclude, _content, _plots
 from patchproof.report._compare import (
+    MADE,
     TracedRun,
     class_comparison_table,
     comparison_table,
@@ -242,18 +243,18 @@ def _side_by_side(
         every, classes = comparison_table(comparisons, names), class_comparison_table(comparisons)
         complete += [every, classes]
         several = len(comparisons) > 1
-        shown = comparison_table(comparisons, ["certified"]) if several else every
+        shown = concise(comparison_table(comparisons, ["certified"]), ["accuracy"]) if several else every
         few = _content.first_rows(classes, SHOWN_FAILURES if several else SHOWN_CLASSES, "smallest p")
         pictures = [*([_plots.paired_picture(comparisons)] if several else []), *pictures]
         paired.append(Section("paired", every.title, (), pictures, [shown]))
         by_class = _plots.paired_class_pictures(comparisons)
-        if len(comparisons[0].classes) > 1:
+        if len(comparisons[0].classes) > 1 and _conclude.enough_per_class(base.run):
             paired.append(Section("paired-classes", "By class, on the same images", (), by_class, [few]))
     elif pictures:
         paired.append(Section("figures", "What changes certified accuracy", (), pictures))
     # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
     repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
-    elsewhere = ["defended", "certified"] if not repeated else []
+    elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
     elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
     sections = [
         *([] if repeated else [Section("comparison", "Strategies", tables=[strategies])]),

@@ -10,7 +10,7 @@ from pathlib import Path
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, recipes
-from patchproof.report._content import guarantee_note
+from patchproof.report._content import guarantee_note, split_words
 from patchproof.report._paired import Comparison, holm
 from patchproof.report._tables import Cell, Column, Table, cell_text, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
@@ -28,7 +28,10 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
 HOLM = "Holm: p corrected for the number of rows tested together."
-COMMON = ("data set", "architecture", "defence", "guarantee", "masks", "patch", "images")
+MADE = ("date", "commit", "sha256 of the weights")
+"""In the files of the runs' table, not on the page."""
+
+COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
 CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
@@ -150,15 +153,21 @@ def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
-    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds")
+    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds", *MADE)
     rows: list[tuple[Cell, ...]] = []
     for one in traced:
         run = one.run
-        facts = run.dataset, run.architecture, run.defense, run.guarantee, run.masks_words, run.patch_words
+        facts = (run.dataset, split_words(run), run.architecture, run.defense, run.guarantee)
+        sizes = (run.masks_words, run.patch_words, one.certified.n)
+        made = (_known(run.manifest.get("date")), _known(run.manifest.get("commit")), run.weights_sha256)
         passes = sum(record.forwards for record in run.good) / len(run.good) if run.good else None
         found = (run.rates.get(name) for name in ACCURACIES)
-        rows.append((run.name, one.label, *facts, one.certified.n, *found, passes, run.seconds))
+        rows.append((run.name, one.label, *facts, *sizes, *found, passes, run.seconds, *made))
     return Table("runs", "The runs", [Column(head) for head in heads], rows, _notes(traced))
+
+
+def _known(value: object) -> str | None:
+    return None if value is None else printable(str(value))
 
 
 def concise(table: Table, elsewhere: Sequence[str] = ()) -> Table:

@@ -139,10 +139,14 @@ def cost_table(run: StoredCertification) -> Table:
     return Table("cost", "Cost", (Column("what"), Column("how much")), rows)
 
 
+def split_words(run: StoredCertification) -> str:
+    return printable(str(run.manifest["data"].get("split") or "not named"))
+
+
 def settings_table(run: StoredCertification, strategy: str | None) -> Table:
     facts = {
         "data set": run.dataset,
-        "split": str(run.manifest["data"].get("split") or "not named"),
+        "split": split_words(run),
         "images": f"{run.planned:,} of {run.available:,}",
         "architecture": run.architecture,
         "weights": run.weights or "not named",

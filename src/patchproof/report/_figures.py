@@ -137,13 +137,15 @@ def styled() -> AbstractContextManager[None]:
     return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
+def draw(
+    key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1, title_width: int = TITLE_WIDTH
+) -> Picture:
     """One figure with one pair of axes; its legend, if there is one, stands below."""
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         plot(axes)
-        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), TITLE_WIDTH)  # `n = 400` stays on one line
+        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), title_width)  # `n = 400` stays on one line
         axes.set_title(lines.replace("\u00a0", " "))
         handles, labels = axes.get_legend_handles_labels()
         if labels:

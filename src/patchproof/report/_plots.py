@@ -181,9 +181,9 @@ def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
 
 def paired_picture(comparisons: Sequence[Comparison]) -> Picture:
     """Certified accuracy of each run against the baseline."""
-    n, base = counts(c.certified.n for c in comparisons), shortened(comparisons[0].base.name, 40)
-    rows = [(shortened(c.run.name, 30), c.certified) for c in comparisons]
-    return _differences("paired", f"Certified, difference to {base}, n = {n}", rows)
+    n = counts(c.certified.n for c in comparisons)
+    rows = [("/\n".join(shortened(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified) for c in comparisons]
+    return _differences("paired", f"Certified, against the baseline, n = {n}", rows)
 
 
 def paired_class_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
@@ -192,7 +192,7 @@ def paired_class_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
         return []
     one = comparisons[0]
     rows = [(f"{shortened(one.base.class_name(k), 24)} (n = {v.n})", v) for k, v in one.classes.items()]
-    title = f"Certified, difference to {shortened(one.base.name, 40)}, n = {one.certified.n:,}"
+    title = f"Certified, against the baseline, n = {one.certified.n:,}"
     return [_differences("paired-classes", title, [("all images", one.certified), *rows])]
 
 
@@ -210,7 +210,8 @@ def _differences(key: str, title: str, rows: Sequence[tuple[str, Paired]]) -> Pi
         axes.set(xlabel="percentage points (right of 0: better)", ylim=(len(rows) - 0.4, -0.6))
 
     alt = f"{title}: {len(rows)} paired differences with 95% intervals."
-    return draw(key, title, alt, plot, height=1.4 + 0.27 * len(rows))
+    height = 1.4 + (0.36 if any("\n" in name for name, _ in rows) else 0.27) * len(rows)
+    return draw(key, title, alt, plot, height=height, title_width=32)
 
 
 Point = tuple[float, TracedRun]
