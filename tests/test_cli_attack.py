@@ -19,10 +19,11 @@ import patchproof as pp
 from patchproof.cli import _setup, run
 from patchproof.data import preprocess
 from patchproof.masking import Measured, as_images
-from patchproof.models import load_checkpoint, load_classifier, save_checkpoint
-from patchproof.runs import ATTACK_ACCURACIES, RunFolder
+from patchproof.models import load_classifier, save_checkpoint
+from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder
+from patchproof.runs._session import Done, Piece
 from patchproof.types import Preprocessing
-from small_model import fitted_checkpoint
+from small_model import plain_network, plain_weights
 from test_cli import assert_one_line, content, records
 
 SPEC = importlib.util.spec_from_file_location("campaign", Path(__file__).parents[1] / "scripts" / "campaign.py")
@@ -76,10 +77,10 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
 
 
 def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_path):
-    checkpoint = fitted_checkpoint(tmp_path / "fitted")
-    assert attack("--weights", checkpoint, "--limit", 8, "--patch", "9px", *QUICK, "--output", "a") == 0
-    classifier, data = load_checkpoint(checkpoint).eval(), pp.open_dataset("fashion-mini")
+    classifier, data = plain_network(), pp.open_dataset("fashion-mini")
+    classifier.load_state_dict(plain_weights())
     defense = pp.defense("patchcleanser", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=9), per_axis=3)
+    pp.attack(defense, data, pp.AttackPlan(steps=2, restarts=1, places=1), folder=tmp_path / "a", limit=20)
     targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
     seen = {"defended": 0, "undefended": 0}
     for record in records("a"):
@@ -101,6 +102,15 @@ def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_pat
                 int(kept["defended_label"]),
             )
     assert min(seen.values()) > 0
+
+
+def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
+    kept = {"defended": torch.rand(3, 5, 5), "defended_place": torch.tensor([1, 2, 5, 5])}
+    record = Record(3, "a.png", 1, True, True, False, 0.5, 9)
+    (done,) = Piece.load(Piece([Done(record, record.line(), kept=kept)], 8).dump()).images
+    assert done.record == record
+    assert set(done.kept) == set(kept)
+    assert all(torch.equal(done.kept[name], tensor) for name, tensor in kept.items())
 
 
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):
