@@ -90,7 +90,7 @@ def test_a_folder_of_images_becomes_records_a_manifest_and_results(photos, check
     assert results["cost"]["forwards"] == sum(r["forwards"] for r in found)
     assert (results["defense"], results["guarantee"], results["status"]) == ("patchcleanser", "recovery", "complete")
     manifest = content("r", "manifest")
-    assert {"schema", "config", "identity", "versions", "commit", "device", "precision", "tau"} <= set(manifest)
+    assert {"schema", "config", "identity", "versions", "commit", "date", "device", "precision", "tau"} <= set(manifest)
     assert manifest["tau"]["fp32"] > 0
     assert {"weights_sha256", "data_sha256", "defense"} <= set(manifest["identity"])
 

@@ -17,9 +17,13 @@ from safetensors.torch import load_file
 
 import patchproof as pp
 from patchproof.cli import _setup, run
-from patchproof.masking import Measured
+from patchproof.data import preprocess
+from patchproof.masking import Measured, as_images
 from patchproof.models import load_classifier, save_checkpoint
-from patchproof.runs import ATTACK_ACCURACIES, RunFolder
+from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder
+from patchproof.runs._session import Done, Piece
+from patchproof.types import Preprocessing
+from small_model import plain_network, plain_weights
 from test_cli import assert_one_line, content, records
 
 SPEC = importlib.util.spec_from_file_location("campaign", Path(__file__).parents[1] / "scripts" / "campaign.py")
@@ -70,6 +74,43 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
     assert found["cost"]["passes"] == sum(r["passes"] for r in records("a")) > 0
     manifest = content("a", "manifest")
     assert (manifest["command"], manifest["identity"]["attack"]["steps"]) == ("attack", 2)
+
+
+def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_path):
+    classifier, data = plain_network(), pp.open_dataset("fashion-mini")
+    classifier.load_state_dict(plain_weights())
+    defense = pp.defense("patchcleanser", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=9), per_axis=3)
+    pp.attack(defense, data, pp.AttackPlan(steps=2, restarts=1, places=1), folder=tmp_path / "a", limit=20)
+    targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
+    seen = {"defended": 0, "undefended": 0}
+    for record in records("a"):
+        path = Path("a/patches") / f"{record['index']}.safetensors"
+        kept = load_file(path) if path.exists() else {}
+        fell = {"defended": record["place"] is not None}
+        fell["undefended"] = record["undefended"] and not record["undefended_attacked"]
+        for name, predict in targets.items():
+            assert (name in kept) == fell[name]
+            if fell[name]:
+                top, left, height, width = kept[f"{name}_place"].tolist()
+                image = as_images(preprocess(data.load(record["index"]), Preprocessing(resize=(28, 28)))[None], "cpu")
+                image[0, :, top : top + height, left : left + width] = kept[name]
+                assert predict(image).tolist() == [int(kept[f"{name}_label"])] != [record["label"]]
+                seen[name] += 1
+        if fell["defended"]:
+            assert (record["place"], record["attacked_label"]) == (
+                kept["defended_place"].tolist(),
+                int(kept["defended_label"]),
+            )
+    assert min(seen.values()) > 0
+
+
+def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
+    kept = {"defended": torch.rand(3, 5, 5), "defended_place": torch.tensor([1, 2, 5, 5])}
+    record = Record(3, "a.png", 1, True, True, False, 0.5, 9)
+    (done,) = Piece.load(Piece([Done(record, record.line(), kept=kept)], 8).dump()).images
+    assert done.record == record
+    assert set(done.kept) == set(kept)
+    assert all(torch.equal(done.kept[name], tensor) for name, tensor in kept.items())
 
 
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):

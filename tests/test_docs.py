@@ -150,3 +150,10 @@ def test_the_site_needs_no_network(site):
     assert {name: found for name, found in fetched.items() if found} == {}
     styles = "".join(style.read_text("utf-8") for style in site.rglob("*.css"))
     assert re.findall(r"url\([\"']?https?://[^)]*\)|@import[^;]*https?:", styles) == []
+
+
+def test_commands_on_the_home_page_fit_into_its_width():
+    blocks = BLOCK.findall((ROOT / "docs" / "index.md").read_text("utf-8"))
+    lines = [line for _, block in blocks for line in block.splitlines()]
+    assert lines
+    assert max(map(len, lines)) <= 75

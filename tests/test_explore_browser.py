@@ -139,8 +139,18 @@ def pick(visit, number: int) -> None:
 
 
 def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
-    show_only(visit, "not certified", without="✓")
+    """The image shown follows the kind that is chosen, and stays where it is of that kind already."""
+    for kind, without in (("certified", "✕"), ("not certified", "✓")):
+        show_only(visit, kind, without=without)
+        visit.until("#verdict", f"The run's record: {kind}, margin")
+        visit.page.wait_for_selector(PICKED)
+    assert re.search(r"Page, 1 to \d", visit.text("#page-number"))
     pick(visit, 1)
+    before = visit.text("#verdict .pp-message")
+    visit.page.get_by_label("all", exact=True).check()
+    visit.until("#cards", "✓ certified")
+    assert visit.text("#verdict .pp-message") == before
+    show_only(visit, "not certified", without="✓")
     shown = visit.until("#verdict", "Not certified: ")
     assert "The run's record: not certified, margin" in shown
     assert visit.page.locator("#table .pp-cell-wrong.pp-cell, #table .pp-cell-close.pp-cell").count() > 0

@@ -14,12 +14,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib.font_manager import fontManager
 
 from patchproof.cli import run as command
 from patchproof.models import sealed
 from patchproof.report import Options, Report, build_report, class_words, notice_groups
 from patchproof.report._build import Notice
-from patchproof.report._figures import COLOURS, INK, series_style
+from patchproof.report._figures import COLOURS, INK, fonts_for, series_style
 from patchproof.report._plots import histogram
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
@@ -203,16 +206,48 @@ def test_series_and_bars_differ_in_black_and_white(folder):
 def test_figures_have_axes_units_n_and_text_that_is_text(folder):
     report = build_report([folder])
     units = {"classes": "images of the class (%)", "margins": "margin (logits)", "cost": "passes per image"}
+    units |= {"failing-masks": "column of masks"}
+    failed = sum(not record.certified for record in random_records(60))
     assert {picture.key for picture in report.pictures} == set(units)
     for picture in report.pictures:
         found = [
             "".join(t.itertext()) for t in ElementTree.fromstring(picture.svg_file).iter() if t.tag.endswith("text")
         ]
         assert any(text.startswith(units[picture.key]) for text in found)
-        assert any("n = 60" in text for text in found)
-        assert "95%" in picture.alt or "istogram" in picture.alt
+        assert any(f"n = {failed if picture.key == 'failing-masks' else 60}" in text for text in found)
+        assert "95%" in picture.alt or "istogram" in picture.alt or f"{failed} images" in picture.alt
         assert INK not in picture.inline
         assert picture.png.startswith(b"\x89PNG")
+
+
+def test_letters_that_our_font_lacks_come_from_an_installed_one_or_without_a_word(tmp_path, recwarn, monkeypatch):
+    run = write_run(tmp_path / "r", manifest(count=30, classes=["猫", "犬", "鰻"]), random_records(30))
+
+    def drawn() -> bytes:
+        (picture,) = [p for p in build_report([run]).pictures if p.key == "classes"]
+        assert "猫 (n =" in picture.svg
+        fonts_for.cache_clear()
+        return picture.png
+
+    without = drawn()
+    monkeypatch.setattr(fontManager, "ttflist", list(fontManager.ttflist))
+    builder, square = FontBuilder(1000, isTTF=True), TTGlyphPen(None)
+    square.moveTo((100, 0)), square.lineTo((100, 900)), square.lineTo((900, 900)), square.lineTo((900, 0))
+    square.closePath()
+    builder.setupGlyphOrder([".notdef", "square"])
+    builder.setupCharacterMap(dict.fromkeys(map(ord, "猫犬鰻"), "square"))
+    builder.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "square": square.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (1000, 0), "square": (1000, 100)})
+    builder.setupHorizontalHeader(ascent=900, descent=-100)
+    builder.setupNameTable({"familyName": "Zoo", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "zoo.ttf")
+    fontManager.addfont(tmp_path / "zoo.ttf")
+    assert fonts_for("猫 and cat") == ("Zoo",)
+    assert drawn() != without
+    assert fonts_for("cat") == ()
+    assert not [str(warning.message) for warning in recwarn if "Glyph" in str(warning.message)]
 
 
 def test_more_classes_than_fit_are_ranked(tmp_path):
@@ -288,7 +323,7 @@ def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
     for name in ("one", "two"):
         build_report([folder, train]).write(tmp_path / name)
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*") if p.is_file())
-    assert {path.suffix for path in files} == {".html", ".svg", ".png", ".md", ".csv", ".tex"}
+    assert {path.suffix for path in files} == {".html", ".svg", ".png", ".md", ".csv", ".tex", ".json"}
     assert files == sorted(p.relative_to(tmp_path / "two") for p in (tmp_path / "two").rglob("*") if p.is_file())
     for path in files:
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
@@ -454,7 +489,7 @@ def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, tmp_path,
         assert page.text.index("Before you read the numbers") < page.text.index(text) < page.text.index("certified")
     left = read_run(folder).rates["certified"].n
     assert table(report, "accuracies")[0]["rate (95% interval) n"] == str(left)
-    assert {p.key for p in report.pictures} == ({"classes", "margins", "cost"} if left else set())
+    assert {p.key for p in report.pictures} == ({"classes", "failing-masks", "margins", "cost"} if left else set())
 
 
 def test_a_digit_changed_in_a_record_is_found_by_its_checksum(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from patchproof.data import open_dataset
 from patchproof.report import build_report
@@ -17,6 +21,10 @@ from patchproof.report._plots import bounds_picture
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record
 from run_folders import attacked_records, detection, manifest, random_records, write_run
+
+
+def pixels_of(uri: str) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))))
 
 
 def attacked(report):
@@ -51,8 +59,15 @@ def test_all_five_accuracies_are_counted_from_the_records(folder):
     plain = {name: Rate(sum(r.finding(name) for r in attacked_records(60)), 60) for name in ATTACK_ACCURACIES}
     assert attacked_rates(read_run(folder)) == plain
     report = build_report([folder])
-    (table,) = attacked(report).tables
+    (table,) = (table for table in report.tables if table.key == "attacked")
     assert [value for _, value in table.rows] == [*(plain[name] for name in ATTACK_ACCURACIES), 0, 6000]
+    (shown,) = attacked(report).tables  # the others stand in large type above
+    assert [name for name, _ in shown.rows] == [
+        "undefended, attacked",
+        "defended, attacked",
+        "certified but broken",
+        "attacked copies",
+    ]
     assert report.sections[0].key == "attacked"
     assert not [notice for notice in report.notices if "broken" in notice.text]
     text = "".join(ElementTree.fromstring(report.pictures[0].svg_file).itertext())
@@ -80,10 +95,38 @@ def test_images_whose_answer_changed_are_shown_with_the_place(pets, tmp_path):
     report = build_report([write_run(tmp_path / "attack", content, records)])
     fell = [record for record in records if record.attack.place]
     ((title, cards),) = attacked(report).gallery.groups
-    assert (title, len(fell) > 0) == ("Changed by a patch", True)
+    assert (title, len(fell) > 0) == ("The defence, changed by a patch", True)
     assert [card.title for card in cards] == [record.path for record in fell][:8]
     assert all((c.rects[0].top, c.rects[0].left, c.rects[0].height) == (3, 4, 5) for c in cards)
     assert all(card.how == "where the patch was" for card in cards)
+
+
+def test_kept_patches_are_pasted_where_they_were_and_damaged_ones_leave_the_place_blank(pets, tmp_path):
+    content, records = pets
+    folder = write_run(tmp_path / "attack", content, records)
+    fell = [record.index for record in records if record.attack.place]
+    alone = [r.index for r in records if r.undefended and not r.attack.undefended_attacked]
+    patch = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(0))
+    (folder / "patches").mkdir()
+    for index in {*fell[1:], *alone}:
+        kept = {}
+        for name, place in (("defended", (3, 4, 5, 5)), ("undefended", (20, 1, 5, 5))):
+            kept |= {name: patch.clone(), f"{name}_place": torch.tensor(place), f"{name}_label": torch.tensor(0)}
+        save_file(kept, folder / "patches" / f"{index}.safetensors")
+    (folder / "patches" / f"{fell[0]}.safetensors").write_bytes(b"\0" * 40)
+    save_file(kept | {"defended_place": torch.tensor((0, 0, 5, 5))}, folder / "patches" / f"{fell[1]}.safetensors")
+    report = build_report([folder])
+    (_, defended), (title, undefended) = attacked(report).gallery.groups
+    assert title == "The classifier alone, changed by a patch"
+    assert [card.patched for card in defended[:3]] == [False, False, True]  # damaged; of another place; kept
+    wanted = (255 * patch).round().permute(1, 2, 0).byte().numpy()
+    for card, (top, left) in ((defended[2], (3, 4)), (undefended[-1], (20, 1))):
+        before, after = pixels_of(card.image), pixels_of(card.masked)
+        assert (after[top : top + 5, left : left + 5] == wanted).all()
+        after[top : top + 5, left : left + 5] = before[top : top + 5, left : left + 5]
+        assert (after == before).all()
+    assert "its place is blank" in attacked(report).words[-1]
+    assert report.write(tmp_path / "page").is_file()
 
 
 @pytest.mark.parametrize("place", [(100, 100, 5, 5), (0, 0, 0, 0), (25, 25, 9, 9)])

@@ -174,7 +174,7 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
     page = report.write(tmp_path / "out").read_text("utf-8")
     assert "The images are not there any more" in page
     assert "if they moved, give their new location as dataset or data_dir." in page
-    assert {picture.key for picture in report.pictures} == {"classes", "margins", "cost"}
+    assert {picture.key for picture in report.pictures} == {"classes", "failing-masks", "margins", "cost"}
     found = find_images(run, dataset=str(tmp_path / "moved"))
     cards = [card for group in cards_of(run, 4, found).values() for card in group]
     assert all(card.image.startswith("data:image/jpeg;base64,") for card in cards)
@@ -298,7 +298,10 @@ def test_the_papers_layout_has_a_row_per_strategy_and_columns_per_setting(tmp_pa
     table = paper_table(runs)
     assert [row[0] for row in table.rows] == ["cutout", "greedy", "greedy (run 2)", "run4 †"]
     assert [name.rsplit(" · ", 2)[1] for name, _ in table.groups[1:]] == ["3×3 masks", "6×6 masks"]
-    assert [column.name for column in table.columns] == ["strategy", *["defended", "paper", "certified", "paper"] * 2]
+    assert [column.name for column in table.columns] == [
+        "strategy",
+        *["defended", "defended, paper", "certified", "certified, paper"] * 2,
+    ]
     assert table.rows[1][1:5] == (runs[0].run.rates["defended"], "99.2%", runs[0].certified, "93.7%")
     assert table.rows[1][5:9] == (runs[2].run.rates["defended"], "99.4%", runs[2].certified, "95.6%")
     assert table.rows[0][5:] == table.rows[2][1:5] == (None, None, None, None)
@@ -336,6 +339,7 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
     left_out = [column.name for column in complete.columns if column not in shown.columns]
     assert left_out == [
         "data set",
+        "split",
         "architecture",
         "defence",
         "guarantee",
@@ -428,9 +432,11 @@ MEASURE = """<script>addEventListener("load", () => {
     !["auto", "scroll"].includes(getComputedStyle(e).overflowX) && getComputedStyle(e).display !== "inline" &&
     !e.closest("svg")).map(e => e.className || e.tagName);
   const style = getComputedStyle(document.body);
+  const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth + 1);
+  const hinted = cut.every(e => getComputedStyle(e).backgroundAttachment.includes("local"));
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
   parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth, style.backgroundColor, broken,
-    wide]), "*");
+    wide, cut.map(e => e.ariaLabel), hinted]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title = event.data; });</script>
@@ -455,9 +461,11 @@ def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tm
     )
     assert "CONSOLE" not in done.stderr
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1)
-    inner, needed, background, broken, wide = json.loads(title)
+    inner, needed, background, broken, wide, cut, hinted = json.loads(title)
     assert inner == width
     assert needed <= width
     assert wide == []
+    assert hinted
+    assert not (width == 1280 and name == "one" and cut)
     assert broken == 0
     assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")

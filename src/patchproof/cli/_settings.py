@@ -177,6 +177,8 @@ class ReportSettings(FileSettings):
     """So many certified images and so many failures are shown."""
     title: str | None = None
     """Heading of the page; default: what the runs are about."""
+    baseline: Path | None = None
+    """The run that the others are compared with, image by image; default: the first."""
 
 
 @dataclass(frozen=True, kw_only=True)

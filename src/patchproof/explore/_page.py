@@ -144,7 +144,9 @@ class ExplorerPage:
             self.on(done.then, self.turned, where, **CARDS)
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
             self.on(listener, lambda event, *now, by=by: self.turned(event, *now, by=by), where, **CARDS)
-        self.on(self.kind.input, self.turned, where[:2], trigger_mode="always_last", **CARDS)
+        filtered = self.on(self.kind.input, self.turned, where[:2], trigger_mode="always_last", **CARDS)
+        done = self.on(filtered.then, self.of_kind, [shown, self.kind], busy=self.verdict, **CLASSIFIER)
+        self.on(done.then, self.turned, where, **CARDS)
         self.on(self.table.click, self.clicked, [shown])
         for slider in (self.first, self.second):
             self.on(slider.input, self.slid, [shown, self.first, self.second], trigger_mode="always_last")
@@ -212,6 +214,14 @@ class ExplorerPage:
         found = [record for record in self.explorer.records if str(record.index) == event.pick]
         return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
 
+    def of_kind(self, event: Any, shown: Selection | None, kind: str) -> Changes:
+        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already."""
+        records = self.explorer.of_kind(kind)
+        own = shown is not None and shown.index is None
+        if own or not records or (shown is not None and shown.index in {record.index for record in records}):
+            return {}
+        return self.of_image(self.explorer.pick(records[0], shown))
+
     def dropped(self, event: Any, shown: Selection | None, file: str | None) -> Changes:
         return {} if file is None else self.of_image(self.explorer.own(Path(file), shown))
 
@@ -221,7 +231,7 @@ class ExplorerPage:
         pages = max(1, -(-len(records) // PAGE))
         page = max(1, min(int(number or 1) + by, pages))
         cards = draw.cards(self.explorer, records[(page - 1) * PAGE : page * PAGE], shown.index if shown else None)
-        return {self.cards: cards, self.number: self.gr.update(value=page, label=f"Page of {pages:,}")}
+        return {self.cards: cards, self.number: self.gr.update(value=page, label=f"Page, 1 to {pages:,}")}
 
     def clicked(self, event: Any, shown: Selection | None) -> Changes:
         first, second = map(int, event.pick.split())

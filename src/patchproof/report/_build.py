@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,12 +11,31 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from patchproof.models import load_checkpoint
-from patchproof.report import _content, _plots
-from patchproof.report._compare import TracedRun, concise, mixed_notices, paper_table, runs_table, trace
+from patchproof.report import _conclude, _content, _plots
+from patchproof.report._compare import (
+    MADE,
+    TracedRun,
+    class_comparison_table,
+    comparison_table,
+    concise,
+    mixed_notices,
+    paper_table,
+    runs_table,
+    trace,
+)
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness, worst_masks
+from patchproof.report._paired import Comparison, compare, why_not_paired
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
-from patchproof.runs import Rate, StoredCertification, StoredTraining, find_images, read_runs, write_atomically
+from patchproof.runs import (
+    Rate,
+    StoredCertification,
+    StoredTraining,
+    dump_json,
+    find_images,
+    read_runs,
+    write_atomically,
+)
 from patchproof.runs._reading import StoredRun, count_words, printable
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
@@ -26,6 +45,7 @@ GENERATOR = "patchproof report"
 """What the page's head says it was made by; an earlier report is known by it."""
 
 SHOWN_CLASSES = 20
+SHOWN_FAILURES = 10
 MOST_IMAGES = 100
 MOST_NAMES = 4
 """Of more runs that share a notice, not all are named."""
@@ -41,19 +61,21 @@ BOUNDS = (
     "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
     "robust accuracy is between them. A patch that was not found proves nothing."
 )
-CHANGED = "The place of the patch that changed the defended answer is blank on the right; its pixels are not kept."
+PATCHED = "On the right the image with the patch that changed the answer, framed."
+LOST = "Where the pixels of a patch are not kept, as in old runs, its place is blank."
 WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
 
 
 @dataclass(frozen=True)
 class Options:
     """`images` is how many certified images, and how many others, are shown at most; `dataset` and `data_dir` are the
-    new location of the images, if they moved."""
+    new location of the images, if they moved; the other runs are compared with `baseline`, by default the first."""
 
     title: str | None = None
     dataset: str | None = None
     data_dir: Path | None = None
     images: int = 8
+    baseline: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.images <= MOST_IMAGES:
@@ -79,6 +101,8 @@ class Section:
     tables: Sequence[Table] = ()
     gallery: Gallery | None = None
     wide: bool = False
+    lists: Sequence[tuple[str, Sequence[str]]] = ()
+    """Headings with their points."""
 
     @property
     def beside(self) -> bool:
@@ -97,6 +121,7 @@ class Report:
     """Accuracies in large type: name, meaning, rate."""
     sections: Sequence[Section]
     tables: Sequence[Table]
+    conclusion: _conclude.Conclusion
 
     @property
     def pictures(self) -> list[Picture]:
@@ -130,6 +155,16 @@ class Report:
         for table in self.tables:
             for ending, text in RENDERERS.items():
                 (folder / "tables" / f"{table.key}.{ending}").write_text(text(table), encoding="utf-8", newline="\n")
+        facts = {
+            "title": self.title,
+            "subtitle": self.subtitle,
+            "notices": [vars(notice) for notice in self.notices],
+            "accuracies": {name: rate.as_dict() for name, _, rate in self.tiles},
+            "verdict": list(self.conclusion.verdict),
+            "next_steps": list(self.conclusion.steps),
+            "excluded": list(self.conclusion.excludes),
+        }
+        write_atomically(folder / "report.json", dump_json(facts))
         write_atomically(page, self.html())
         return page
 
@@ -162,25 +197,72 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         if one.doubt and (several or one.strategy):
             notices.append(Notice(one.run.name, one.doubt))
     if several:
-        runs = runs_table(traced)
-        sections = [
-            Section("comparison", "Strategies", tables=[paper_table(traced)]),
-            Section("figures", "What changes certified accuracy", pictures=_plots.comparison_pictures(traced)),
-            *_attacked(certified),
-            Section("runs", "The runs", tables=[concise(runs)]),
-        ]
-        complete, tiles = [runs], []
+        sections, complete, conclusion = _side_by_side(traced, chosen.baseline)
+        tiles: list[tuple[str, str, Rate]] = []
     else:
         sections = [section for one in traced for section in _details(one, chosen)]
         complete = [table(run) for run in certified for table in (_content.accuracy_table, _content.class_table)]
+        complete += [_content.attack_table([run]) for run in certified if run.attacks]
+        complete += [_conclude.failures_table(run) for run in certified if _conclude.not_certified(run)]
         tiles = [(name, _content.meanings(run)[name], rate) for run in certified for name, rate in run.rates.items()]
+        conclusion = _conclude.conclude_one(traced[0]) if traced else _conclude.conclude_training(trained)
     sections += _training(trained)
     title, subtitle = _titles(certified, trained)
+    lists = [("Verdict", conclusion.verdict), ("Next steps", conclusion.steps)]
+    lists += [("What the guarantee excludes", conclusion.excludes)]
+    sections.append(Section("conclusion", "Conclusion", lists=[(head, points) for head, points in lists if points]))
     # Each table once; those that the page shows in part are files with all rows and columns.
     tables = {table.key: table for section in sections for table in section.tables}
     tables |= {table.key: table for table in complete}
-    shown = [section for section in sections if section.pictures or section.tables or section.gallery]
-    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, list(tables.values()))
+    shown = [s for s in sections if s.pictures or s.tables or s.gallery or s.lists]
+    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, list(tables.values()), conclusion)
+
+
+def _side_by_side(
+    traced: Sequence[TracedRun], baseline: Path | None
+) -> tuple[list[Section], list[Table], _conclude.Conclusion]:
+    """Certifications paired with the baseline; the sections, the tables of which these show only a part, and what
+    follows."""
+    base = traced[0]
+    if baseline is not None:
+        same = [one for one in traced if one.run.folder.resolve() == baseline.resolve()]
+        if not same:
+            raise InputError(f"baseline must be one of the certifications in the report, not {baseline}")
+        base = same[0]
+    comparisons, unpaired = list[Comparison](), dict[str, str]()
+    for one in traced:
+        reason = None if one is base else why_not_paired(base.run, one.run)
+        if reason is not None:
+            unpaired[one.run.name] = reason
+        elif one is not base:
+            comparisons.append(compare(base.run, one.run))
+    strategies, runs, paired = paper_table(traced), runs_table(traced), list[Section]()
+    complete, pictures = [strategies, runs], _plots.comparison_pictures(traced)
+    if comparisons:
+        names = [name for name in base.run.rates if any(name in c.accuracies for c in comparisons)][::-1]
+        every, classes = comparison_table(comparisons, names), class_comparison_table(comparisons)
+        complete += [every, classes]
+        several = len(comparisons) > 1
+        shown = concise(comparison_table(comparisons, ["certified"]), ["accuracy"]) if several else every
+        few = _content.first_rows(classes, SHOWN_FAILURES if several else SHOWN_CLASSES, "smallest p")
+        pictures = [*([_plots.paired_picture(comparisons)] if several else []), *pictures]
+        paired.append(Section("paired", every.title, (), pictures, [shown]))
+        by_class = _plots.paired_class_pictures(comparisons)
+        if len(comparisons[0].classes) > 1 and _conclude.enough_per_class(base.run):
+            paired.append(Section("paired-classes", "By class, on the same images", (), by_class, [few]))
+    elif pictures:
+        paired.append(Section("figures", "What changes certified accuracy", (), pictures))
+    # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
+    repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
+    elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
+    elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
+    sections = [
+        *([] if repeated else [Section("comparison", "Strategies", tables=[strategies])]),
+        *paired,
+        *_attacked([one.run for one in traced]),
+        Section("runs", "The runs", tables=[concise(runs, elsewhere)]),
+    ]
+    return sections, complete, _conclude.conclude_several(traced, base, comparisons, unpaired)
 
 
 def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]) -> tuple[str, str]:
@@ -209,12 +291,16 @@ def _details(one: TracedRun, options: Options) -> list[Section]:
     seen = any(witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
+    failures = _content.first_rows(_conclude.failures_table(run), SHOWN_FAILURES, "lowest certified accuracy")
+    by_class = _conclude.enough_per_class(run)
+    failed = bool(failures.rows) and by_class
     unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
     margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
     passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: float(record.forwards))
     return [
         *_attacked([run], fallen),
-        Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes]),
+        *([Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes])] if by_class else []),
+        *([Section("failures", failures.title, (), _plots.failing_masks_pictures(run), [failures])] if failed else []),
         Section("margins", "Margins", _content.margin_words(run), margins, [_content.margin_table(run)]),
         Section("cost", "Cost", (), passes, [_content.cost_table(run)]),
         Section("gallery", title, [words], gallery=gallery),
@@ -227,9 +313,14 @@ def _attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = Non
     chosen = [run for run in runs if run.attacks]
     if not chosen:
         return []
-    words = [BOUNDS, CHANGED] if gallery else [BOUNDS]
-    pictures, tables = [_plots.bounds_picture(chosen)], [_content.attack_table(chosen)]
-    return [Section("attacked", "Under attack", words, pictures, tables, gallery)]
+    words = [BOUNDS]
+    if gallery is not None:
+        blank = any(not card.patched for _, cards in gallery.groups for card in cards)
+        words += [PATCHED, LOST] if blank else [PATCHED]
+    table = _content.attack_table(chosen)
+    if len(runs) == 1:  # the other rates stand above in large type
+        table = replace(table, rows=[row for row in table.rows if row[0] not in runs[0].rates])
+    return [Section("attacked", "Under attack", words, [_plots.bounds_picture(chosen)], [table], gallery)]
 
 
 def _training(runs: Sequence[StoredTraining]) -> list[Section]:

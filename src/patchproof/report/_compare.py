@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,8 @@ from pathlib import Path
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, recipes
-from patchproof.report._content import guarantee_note
+from patchproof.report._content import guarantee_note, split_words
+from patchproof.report._paired import Comparison, holm
 from patchproof.report._tables import Cell, Column, Table, cell_text, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
 from patchproof.runs._reading import find_weights, printable, shortened
@@ -26,7 +27,11 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The paper's families: their names, and how timm's names of their members begin."""
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
-COMMON = ("data set", "architecture", "defence", "guarantee", "masks", "patch", "images")
+HOLM = "Holm: p corrected for the number of rows tested together."
+MADE = ("date", "commit", "sha256 of the weights")
+"""In the files of the runs' table, not on the page."""
+
+COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
 CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
@@ -148,19 +153,28 @@ def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
-    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds")
+    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds", *MADE)
     rows: list[tuple[Cell, ...]] = []
     for one in traced:
         run = one.run
-        facts = run.dataset, run.architecture, run.defense, run.guarantee, run.masks_words, run.patch_words
+        facts = (run.dataset, split_words(run), run.architecture, run.defense, run.guarantee)
+        sizes = (run.masks_words, run.patch_words, one.certified.n)
+        made = (_known(run.manifest.get("date")), _known(run.manifest.get("commit")), run.weights_sha256)
         passes = sum(record.forwards for record in run.good) / len(run.good) if run.good else None
         found = (run.rates.get(name) for name in ACCURACIES)
-        rows.append((run.name, one.label, *facts, one.certified.n, *found, passes, run.seconds))
+        rows.append((run.name, one.label, *facts, *sizes, *found, passes, run.seconds, *made))
     return Table("runs", "The runs", [Column(head) for head in heads], rows, _notes(traced))
 
 
-def concise(table: Table) -> Table:
-    """Without the columns that are the same in every row, which become one note."""
+def _known(value: object) -> str | None:
+    return None if value is None else printable(str(value))
+
+
+def concise(table: Table, elsewhere: Sequence[str] = ()) -> Table:
+    """Without the columns that are the same in every row, which become one note, and those shown `elsewhere`."""
+    kept = [i for i, column in enumerate(table.columns) if column.name not in elsewhere]
+    rows = [tuple(row[i] for i in kept) for row in table.rows]
+    table = Table(table.key, table.title, [table.columns[i] for i in kept], rows, table.notes)
     same = [i for i, c in enumerate(table.columns) if c.name in COMMON and len({row[i] for row in table.rows}) == 1]
     if len(table.rows) < 2 or not same:
         return table
@@ -189,13 +203,12 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         cells[(one.label, number), setting] = one
     columns: list[tuple[Column, Callable[[TracedRun], Cell]]] = []
     for setting, runs in settings.items():
-        paper = Column("paper", setting)
         columns.append((Column("defended", setting), lambda one: one.run.rates["defended"]))
         if any(number.defended is not None for one in runs for number in one.paper):
-            columns.append((paper, lambda one: paper_words(one.paper, "defended")))
+            columns.append((Column("defended, paper", setting), lambda one: paper_words(one.paper, "defended")))
         columns.append((Column("certified", setting), lambda one: one.certified))
         if any(one.paper for one in runs):
-            columns.append((paper, lambda one: paper_words(one.paper, "certified")))
+            columns.append((Column("certified, paper", setting), lambda one: paper_words(one.paper, "certified")))
     rows: list[tuple[Cell, ...]] = []
     for label, number in sorted({row for row, _ in cells}, key=lambda row: (*strategy_order(row[0]), row[1])):
         found = [(cells.get(((label, number), column.group)), pick) for column, pick in columns]
@@ -216,6 +229,42 @@ def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
     unknown = any(one.strategy is None for one in traced)
     about = f"Rates with exact 95% intervals; {guarantee_note(one.run for one in traced)}"
     return (about, NO_NAME) if unknown else (about,)
+
+
+def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) -> Table:
+    """One row per run and accuracy: the images on which it differs from the baseline, and what follows."""
+    base, rows = comparisons[0].base.name, list[tuple[Cell, ...]]()
+    for name in names:
+        found = [(c.run.name, c.accuracies[name]) for c in comparisons if name in c.accuracies]
+        adjusted = holm([paired.p for _, paired in found])
+        for (run, paired), p in zip(found, adjusted, strict=True):
+            rows.append((run, name, paired.n, paired.gained, paired.lost, paired, paired.p, p))
+    heads = ["run", "accuracy", "images", "gained", "lost", "difference in points", "McNemar p"]
+    columns = [*(Column(head, digits=3) for head in heads), Column("p, Holm", digits=3)]
+    notes = [
+        f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
+        f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
+    ]
+    if len(comparisons) > 1:
+        return Table("paired", f"Against {base}", columns, rows, [*notes, HOLM])
+    columns, rows = columns[1:-1], [row[1:-1] for row in rows]
+    return Table("paired", f"{comparisons[0].run.name} against {base}", columns, rows, notes)
+
+
+def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Certified accuracy of each class against the baseline, smallest p first."""
+    rows: list[tuple[Cell, ...]] = []
+    for c in comparisons:
+        adjusted = holm([paired.p for paired in c.classes.values()])
+        for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
+            counts = paired.n, paired.gained, paired.lost
+            rows.append((c.base.class_name(label), c.run.name, *counts, paired, paired.p, p))
+    rows.sort(key=lambda row: float(str(row[-2])))
+    heads = ["class", "run", "images", "gained", "lost", "difference in points", "McNemar p", "p, Holm"]
+    columns = [Column(head, digits=3) for head in heads]
+    if len(comparisons) == 1:
+        columns, rows = [columns[0], *columns[2:]], [(row[0], *row[2:]) for row in rows]
+    return Table("paired-classes", f"Certified against {comparisons[0].base.name}, by class", columns, rows, [HOLM])
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

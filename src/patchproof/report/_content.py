@@ -21,6 +21,9 @@ TWO_MASK_MARGIN = (
     "pair makes the classifier answer another label."
 )
 EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
+MOST_CLASSES = 40
+"""With more classes, the figure shows the distribution instead."""
+
 ATTACK_NAMES = {
     "undefended": "undefended",
     "undefended_attacked": "undefended, attacked",
@@ -86,6 +89,14 @@ def ends(table: Table, count: int) -> Table:
     return Table(table.key, table.title, table.columns, rows, (*table.notes, note))
 
 
+def first_rows(table: Table, count: int, which: str) -> Table:
+    """The first rows alone, if there are more; the note says by what they were chosen."""
+    if len(table.rows) <= count:
+        return table
+    note = f"The {count} of {len(table.rows):,} with the {which}; tables/{table.key}.csv has all."
+    return Table(table.key, table.title, table.columns, table.rows[:count], (*table.notes, note))
+
+
 def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
     good = run.good
     return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
@@ -123,15 +134,23 @@ def cost_table(run: StoredCertification) -> Table:
         rows.append(("different masked copies per image", f"{len(run.masks.unions):,}"))
     if run.seconds:
         rows.append(("time", duration(run.seconds)))
-        rows.append(("images per second", f"{len(passes) / run.seconds:,.1f}"))
+        each = run.seconds / len(passes)
+        rows.append(("images per second", f"{1 / each:,.1f}") if each < 1 else ("time per image", duration(each)))
     return Table("cost", "Cost", (Column("what"), Column("how much")), rows)
+
+
+def split_words(run: StoredCertification) -> str:
+    return printable(str(run.manifest["data"].get("split") or "not named"))
 
 
 def settings_table(run: StoredCertification, strategy: str | None) -> Table:
     facts = {
         "data set": run.dataset,
+        "split": split_words(run),
+        "images": f"{run.planned:,} of {run.available:,}",
         "architecture": run.architecture,
         "weights": run.weights or "not named",
+        "sha256 of the weights": run.weights_sha256 or "not known",
         "trained on the masks of": strategy or "no training run is known",
         "network input": "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels",
         "patch": run.patch_words,
@@ -141,6 +160,9 @@ def settings_table(run: StoredCertification, strategy: str | None) -> Table:
         "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
         "precision": run.precision,
         "device": run.device,
+        "date": str(run.manifest.get("date") or "not recorded"),
+        "commit": str(run.manifest.get("commit") or "not recorded"),
+        "patchproof": str((run.manifest.get("versions") or {}).get("patchproof") or "not recorded"),
         "folder": str(run.folder),
     }
     rows = [(what, printable(value)) for what, value in facts.items()]

@@ -10,15 +10,18 @@ import itertools
 import math
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, fontManager, get_font
+from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
 from patchproof.runs import Rate
@@ -28,6 +31,9 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 FILLS = ((COLOURS[0], ""), ("none", "////"))
 """Face and hatch of the bars of the first and of the second group: full, and hatched."""
+
+FONT = "DejaVu Sans"
+"""It comes with matplotlib."""
 
 INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
@@ -45,7 +51,7 @@ STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
-    "font.family": ["DejaVu Sans"],
+    "font.family": [FONT],
     "font.size": 9.5,
     "grid.alpha": 0.35,
     "grid.color": GRID,
@@ -83,7 +89,10 @@ class Picture:
 
     def _rendered(self, kind: str, **options: Any) -> bytes:
         file = io.BytesIO()
-        with styled():
+        with styled(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # no font here has it
+            for text in self.figure.findobj(Text):
+                text.set_fontfamily([FONT, *fonts_for(text.get_text())])
             self.figure.savefig(file, format=kind, metadata=UNSTAMPED[kind], **options)
         return file.getvalue()
 
@@ -101,18 +110,42 @@ class Picture:
         return self.svg.replace(" <defs>", ' <rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
 
 
+@lru_cache(maxsize=4096)
+def fonts_for(text: str) -> tuple[str, ...]:
+    """Installed fonts for the characters that our own lacks, e.g. Chinese ones; none where no font has them."""
+    missing = {ord(character) for character in text if character.isprintable()} - characters(findfont(FONT))
+    found = []
+    for entry in sorted(fontManager.ttflist, key=lambda entry: (entry.weight != 400, entry.name, entry.fname)):
+        if not missing:
+            break
+        if not entry.name.startswith("Last Resort") and missing & characters(entry.fname):  # it has boxes for all
+            found.append(entry.name)
+            missing -= characters(entry.fname)
+    return tuple(dict.fromkeys(found))
+
+
+@lru_cache
+def characters(path: str) -> frozenset[int]:
+    try:
+        return frozenset(get_font(path).get_charmap())
+    except (OSError, RuntimeError):
+        return frozenset()
+
+
 def styled() -> AbstractContextManager[None]:
     """Inside, figures look like ours; matplotlib's settings are the caller's again afterwards."""
     return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1) -> Picture:
+def draw(
+    key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1, title_width: int = TITLE_WIDTH
+) -> Picture:
     """One figure with one pair of axes; its legend, if there is one, stands below."""
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         plot(axes)
-        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), TITLE_WIDTH)  # `n = 400` stays on one line
+        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), title_width)  # `n = 400` stays on one line
         axes.set_title(lines.replace("\u00a0", " "))
         handles, labels = axes.get_legend_handles_labels()
         if labels:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from matplotlib.figure import Figure
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,7 +45,7 @@ MOST_PASSES = 100
 
 @dataclass(frozen=True)
 class Card:
-    """One image as the network sees it and, if known, the masked copy that decided, with its label."""
+    """One image as the network sees it and, if known, the masked or patched copy that decided, with its label."""
 
     title: str
     label: str
@@ -54,6 +57,8 @@ class Card:
     rects: tuple[Rect, ...] = ()
     how: str = ""
     answered: str | None = None
+    patched: bool = False
+    """Whether `masked` shows the pixels of a patch."""
 
     @property
     def right(self) -> bool:
@@ -92,15 +97,62 @@ def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> G
 
 
 def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery | None:
-    """Images whose right defended answer a patch changed, broken certificates first; None where none can be shown."""
-    fell = [r for r in run.attacks if r.attack is not None and r.attack.place is not None and (r.defended or r.broken)]
-    fell.sort(key=lambda r: (not r.broken, r.index))
-    cards = [card for record in fell[:count] if (card := _card(run, source, record, changed=True)) is not None]
-    return Gallery([("Changed by a patch", cards)]) if cards else None
+    """Images whose right answer a patch changed, broken certificates first: the defence's, then the classifier's own;
+    None where none can be shown."""
+    defended = [r for r in run.attacks if r.attack and r.attack.place is not None and (r.defended or r.broken)]
+    alone = [r for r in run.attacks if r.attack and r.undefended and r.attack.undefended_attacked is False]
+    defended.sort(key=lambda r: (not r.broken, r.index))
+    groups = []
+    for title, name, records in (
+        ("The defence, changed by a patch", "defended", defended),
+        ("The classifier alone, changed by a patch", "undefended", alone),
+    ):
+        cards = [card for record in records[:count] if (card := _patched_card(run, source, record, name)) is not None]
+        groups += [(title, cards)] if cards else []
+    return Gallery(groups) if groups else None
 
 
-def _card(run: StoredCertification, source: ImageSource, record: Record, *, changed: bool = False) -> Card | None:
-    """None where the image cannot be read or is not the record's, or the place of its patch is not inside it."""
+def _patched_card(run: StoredCertification, source: ImageSource, record: Record, name: str) -> Card | None:
+    """The image beside its copy with the patch that was kept; blank where only the place is known."""
+    image = _image(run, source, record)
+    if image is None or record.attack is None:
+        return None
+    found = kept_patch(run.folder / "patches" / f"{record.index}.safetensors", name)
+    patch, place, label = found or (None, None, None)
+    if name == "defended":  # of which the record itself speaks
+        patch = patch if place == record.attack.place else None
+        place, label = record.attack.place, record.attack.attacked_label
+    rect = None if place is None else Rect(*place)
+    if rect is None or not (rect.height and rect.width and Rect(0, 0, *image.shape[1:]).contains(rect)):
+        return None
+    shown = hidden(image, (rect,), run.fill)
+    fits = patch is not None and patch.shape == (len(image), rect.height, rect.width)
+    if patch is not None and fits:
+        shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
+    return replace(
+        _plain_card(run, record, image),
+        masked=data_uri(shown),
+        rects=(rect,),
+        how="with the patch" if fits else "where the patch was",
+        answered=None if label is None else run.class_name(label),
+        patched=fits,
+    )
+
+
+def kept_patch(path: Path, name: str) -> tuple[Float[Tensor, "c p q"], tuple[int, int, int, int], int] | None:
+    """A patch with its place and the answer to it, as the attack left them; None where they are missing or damaged."""
+    try:
+        found = load_file(path)
+        patch, place, label = found[name], found[f"{name}_place"], found[f"{name}_label"]
+        top, left, height, width = map(int, place)
+        sound = patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())
+        return (patch.float(), (top, left, height, width), int(label)) if sound else None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
+        return None
+
+
+def _image(run: StoredCertification, source: ImageSource, record: Record) -> Float[Tensor, "c h w"] | None:
+    """The image as the network saw it; None where it cannot be read or is not the record's."""
     if record.index >= len(source) or source.path(record.index) != record.path:
         return None
     try:
@@ -109,38 +161,53 @@ def _card(run: StoredCertification, source: ImageSource, record: Record, *, chan
         return None
     image = as_images(pixels[None], "cpu")[0]
     size = int(image.shape[1]), int(image.shape[2])
-    if size != (run.image_size or size) or len(image) not in (1, 3):
-        return None
-    rects, answer = witness(run, record)
-    how = f"under {count_words(len(rects), 'mask', 'masks')}" if rects else ""
-    if changed and record.attack is not None and record.attack.place is not None:
-        rects, answer, how = (Rect(*record.attack.place),), record.attack.attacked_label, "where the patch was"
-        if not (rects[0].height and rects[0].width and Rect(0, 0, *size).contains(rects[0])):
-            return None
+    return image if size == (run.image_size or size) and len(image) in (1, 3) else None
+
+
+def _plain_card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
     return Card(
         title=printable(record.path),
         label=run.class_name(record.label),
         margin="–" if record.margin is None else f"{record.margin:+.3g}",
         certified=bool(record.certified),
         image=data_uri(image),
-        size=size,
-        masked=data_uri(hidden(image, rects, run.fill)) if rects else None,
-        rects=rects,
-        how=how,
-        answered=run.class_name(answer) if rects and answer is not None else None,
+        size=(int(image.shape[1]), int(image.shape[2])),
     )
+
+
+def _card(run: StoredCertification, source: ImageSource, record: Record) -> Card | None:
+    """The image, beside its copy under the masks that decided where these are known; None where it cannot be shown."""
+    image = _image(run, source, record)
+    if image is None:
+        return None
+    card, (rects, answer) = _plain_card(run, record, image), witness(run, record)
+    if not rects:
+        return card
+    how, answered = (
+        f"under {count_words(len(rects), 'mask', 'masks')}",
+        None if answer is None else run.class_name(answer),
+    )
+    return replace(card, masked=data_uri(hidden(image, rects, run.fill)), rects=rects, how=how, answered=answered)
 
 
 def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None]:
     """The masks of the record's witness, each once, and the label it answered."""
+    numbers, found = witness_masks(run, record), record.evidence.get("witness")
+    if run.masks is None or not numbers or not isinstance(found, Mapping):
+        return (), None
+    label = found.get("label")
+    return tuple(run.masks.rects[number] for number in numbers), label if type(label) is int else None
+
+
+def witness_masks(run: StoredCertification, record: Record) -> tuple[int, ...]:
+    """The numbers of the masks that decided, each once; none where the record has no witness that fits the run."""
     found = record.evidence.get("witness")
-    masks, label = (found.get("masks"), found.get("label")) if isinstance(found, Mapping) else (None, None)
+    masks = found.get("masks") if isinstance(found, Mapping) else None
     if run.masks is None or not isinstance(masks, list):
-        return (), None
+        return ()
     if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
-        return (), None
-    rects = tuple(run.masks.rects[number] for number in dict.fromkeys(masks))
-    return rects, label if type(label) is int else None
+        return ()
+    return tuple(dict.fromkeys(masks))
 
 
 def hidden(

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from patchproof.report._compare import TracedRun, strategy_order
-from patchproof.report._content import ATTACK_NAMES, attacked_rates, by_class, outcomes
+from patchproof.report._conclude import mask_shares, not_certified
+from patchproof.report._content import ATTACK_NAMES, MOST_CLASSES, attacked_rates, by_class, outcomes
 from patchproof.report._figures import (
     COLOURS,
     INK,
@@ -25,11 +26,9 @@ from patchproof.report._figures import (
     percent_axis,
     percents,
 )
+from patchproof.report._paired import Comparison, Paired
 from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
 from patchproof.runs._reading import shortened
-
-MOST_CLASSES = 40
-"""With more classes, the figure shows the distribution instead."""
 
 BINS = 24
 OUTER = 0.5
@@ -152,6 +151,67 @@ def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
     alt = f"Five accuracies of {len(runs)} attacked runs with 95% intervals, n = {n}; a band holds what is robust."
     title = f"Bounds on robust accuracy, n = {n}"
     return draw("attacked", title, alt, plot, height=1.9 + 0.6 * len(runs))
+
+
+def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
+    """Where in the grid of masks certificates fail: how often each mask is among those that decided."""
+    shares = mask_shares(run, not_certified(run))
+    if run.axes is None or not shares:
+        return []
+    rows, columns = run.axes
+    values = np.array([100 * shares[i].rate if i in shares else 0.0 for i in range(rows * columns)])
+    n = next(iter(shares.values())).n
+
+    def plot(axes: Axes) -> None:
+        mesh = axes.pcolormesh(values.reshape(rows, columns), cmap="Blues", vmin=0, edgecolors="white", linewidth=1)
+        for number, value in enumerate(values):
+            row, column = divmod(number, columns)
+            ink = "#ffffff" if value > 0.6 * values.max() else "#000000"
+            size = 9 if columns <= 6 else 6
+            axes.text(column + 0.5, row + 0.5, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=size)
+        axes.grid(visible=False)
+        axes.set_xticks(np.arange(columns) + 0.5, [str(i + 1) for i in range(columns)])
+        axes.set_yticks(np.arange(rows) + 0.5, [str(i + 1) for i in range(rows)])
+        axes.set(xlabel="column of masks", ylabel="row of masks", aspect="equal", ylim=(rows, 0))
+        axes.figure.colorbar(mesh, ax=axes, shrink=0.8, label="% of these images")
+
+    alt = f"For each of {rows}×{columns} masks, the percentage of {n:,} images without a certificate that it decides."
+    return [draw("failing-masks", f"Masks that decide failures, n = {n:,}", alt, plot, height=3.4)]
+
+
+def paired_picture(comparisons: Sequence[Comparison]) -> Picture:
+    """Certified accuracy of each run against the baseline."""
+    n = counts(c.certified.n for c in comparisons)
+    rows = [("/\n".join(shortened(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified) for c in comparisons]
+    return _differences("paired", f"Certified, against the baseline, n = {n}", rows)
+
+
+def paired_class_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
+    """Certified accuracy of each class against the baseline, where there is one other run and not too many classes."""
+    if len(comparisons) > 1 or not 1 < len(comparisons[0].classes) <= MOST_CLASSES:
+        return []
+    one = comparisons[0]
+    rows = [(f"{shortened(one.base.class_name(k), 24)} (n = {v.n})", v) for k, v in one.classes.items()]
+    title = f"Certified, against the baseline, n = {one.certified.n:,}"
+    return [_differences("paired-classes", title, [("all images", one.certified), *rows])]
+
+
+def _differences(key: str, title: str, rows: Sequence[tuple[str, Paired]]) -> Picture:
+    """Differences in percentage points as points along horizontal lines, with their 95% intervals."""
+    values = [100 * paired.difference for _, paired in rows]
+    ends = [[100 * end for end in paired.interval] for _, paired in rows]
+    reach = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
+    reach += [[high - value for value, (_, high) in zip(values, ends, strict=True)]]
+
+    def plot(axes: Axes) -> None:
+        axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        axes.errorbar(values, range(len(rows)), xerr=reach, fmt="o", color=COLOURS[0], capsize=2.5, elinewidth=1)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set(xlabel="percentage points (right of 0: better)", ylim=(len(rows) - 0.4, -0.6))
+
+    alt = f"{title}: {len(rows)} paired differences with 95% intervals."
+    height = 1.4 + (0.36 if any("\n" in name for name, _ in rows) else 0.27) * len(rows)
+    return draw(key, title, alt, plot, height=height, title_width=32)
 
 
 Point = tuple[float, TracedRun]

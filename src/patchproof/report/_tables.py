@@ -1,17 +1,19 @@
-"""One table, rendered as Markdown, CSV, LaTeX or rows of HTML cells; numbers in words, the same everywhere."""
+"""One table, rendered as Markdown, CSV, LaTeX, JSON or rows of HTML cells; numbers in words, the same everywhere."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from patchproof.report._paired import Paired
 from patchproof.runs import Rate
 
-Cell = str | int | float | Rate | None
+Cell = str | int | float | Rate | Paired | None
 
 
 def percent(rate: float) -> str:
@@ -21,6 +23,16 @@ def percent(rate: float) -> str:
 def interval_words(rate: Rate) -> str:
     low, high = rate.interval
     return f"{100 * low:.1f}–{percent(high)}"
+
+
+def points(paired: Paired) -> str:
+    """`+4.2 (+1.0 to +7.3)`, in percentage points."""
+    return f"{100 * paired.difference:+.1f} ({points_interval(paired)})"
+
+
+def points_interval(paired: Paired) -> str:
+    low, high = paired.interval
+    return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
 
 def duration(seconds: float) -> str:
@@ -48,7 +60,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """`key` names its files; a `Rate` is shown with its exact 95% interval, and written to CSV as five numbers."""
+    """`key` names its files; a `Rate` is shown with its exact 95% interval, and written to CSV as five numbers; so is
+    `Paired`, as a difference in percentage points."""
 
     key: str
     title: str
@@ -82,7 +95,11 @@ def cell_text(cell: Cell, digits: int = 1) -> str:
         return "–"
     if isinstance(cell, Rate):
         return f"{percent(cell.rate)} ({interval_words(cell)})" if cell.n else "no images"
+    if isinstance(cell, Paired):
+        return points(cell) if cell.n else "no images"
     if isinstance(cell, float):
+        if 0 < cell < 0.5 * 10**-digits:
+            return f"<{10**-digits:.{digits}f}"
         return f"{round(cell, digits) + 0.0:,.{digits}f}"  # + 0.0: no minus before a zero
     return f"{cell:,}" if isinstance(cell, int) else cell
 
@@ -100,23 +117,40 @@ def markdown(table: Table) -> str:
     return "\n".join([f"**{escaped(table.title)}**", "", *lines, *notes]) + "\n"
 
 
+PARTS: dict[type, tuple[str, ...]] = {
+    Rate: ("k", "n", "rate", "low", "high"),
+    Paired: ("gained", "lost", "n", "difference", "low", "high", "p"),
+}
+"""Cells that become several columns of CSV."""
+
+
 def csv_text(table: Table) -> str:
-    """Numbers in full; rates as shares of 1, in five columns."""
-    parts = ("k", "n", "rate", "low", "high")
+    """Numbers in full; rates and differences as shares of 1, in several columns."""
     heads: list[object] = []
     lines: list[list[object]] = [heads, *([] for _ in table.rows)]
     for number, column in enumerate(table.columns):
         cells = [row[number] for row in table.rows]
-        is_rate = any(isinstance(cell, Rate) for cell in cells)
-        heads += [f"{column.full_name} {part}" for part in parts] if is_rate else [column.full_name]
+        parts = next((PARTS[type(cell)] for cell in cells if type(cell) in PARTS), ())
+        heads += [f"{column.full_name} {part}" for part in parts] or [column.full_name]
         for line, cell in zip(lines[1:], cells, strict=True):
-            if isinstance(cell, Rate):
-                line += [cell.k, cell.n, cell.rate if cell.n else "", *cell.interval]
+            if isinstance(cell, Rate | Paired):
+                values = cell.as_dict() | dict(zip(("low", "high"), cell.interval, strict=True))
+                line += [values[part] if cell.n or part in ("k", "n") else "" for part in parts]
             else:
-                line += [""] * len(parts) if is_rate else ["" if cell is None else cell]
+                line += [""] * len(parts) if parts else ["" if cell is None else cell]
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(lines)
     return file.getvalue()
+
+
+def json_text(table: Table) -> str:
+    """One object per row; rates and differences as objects of their own, with what they were counted from."""
+    names = [column.full_name for column in table.columns]
+    rows = [
+        {n: c.as_dict() if isinstance(c, Rate | Paired) else c for n, c in zip(names, row, strict=True)}
+        for row in table.rows
+    ]
+    return json.dumps({"title": table.title, "rows": rows, "notes": list(table.notes)}, indent=1) + "\n"
 
 
 _LATEX = {
@@ -152,5 +186,5 @@ def latex(table: Table) -> str:
     return "\n".join([*lines, r"\end{table}"]) + "\n"
 
 
-RENDERERS = {"md": markdown, "csv": csv_text, "tex": latex}
+RENDERERS = {"md": markdown, "csv": csv_text, "tex": latex, "json": json_text}
 """File ending -> renderer."""

@@ -1,8 +1,8 @@
-"""Attacks on certified batches, and the files kept of a broken certificate."""
+"""Attacks on certified batches, the patches that changed an answer, and the files kept of a broken certificate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ class Attacker:
 
     def __call__(
         self, defense: Any, records: Sequence[Record], images: Tensor, labels: Tensor
-    ) -> tuple[list[Record], dict[int, tuple[Tensor, Tensor]]]:
-        """The records with their findings, and row -> (image, patched image) of the broken certificates."""
+    ) -> tuple[list[Record], list[dict[str, Tensor]]]:
+        """The records with their findings, and for each the pixels to keep of it."""
         if self.attacks is None:
             classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
             alone: Sequence[Attack] = ()
@@ -51,10 +51,15 @@ class Attacker:
             replace(record, attack=findings(record, undefended.get(row), defended.get(row)))
             for row, record in enumerate(records)
         ]
-        broken = {
-            row: (images[row].cpu(), defended[row].images[0].cpu()) for row, record in enumerate(found) if record.broken
-        }
-        return found, broken
+        kept: list[dict[str, Tensor]] = [{} for _ in every]
+        for row, record in enumerate(found):
+            if record.undefended and record.attack is not None and record.attack.undefended_attacked is False:
+                kept[row] |= patch_pixels("undefended", undefended[row])
+            if record.attack is not None and record.attack.place is not None:
+                kept[row] |= patch_pixels("defended", defended[row])
+            if record.broken:
+                kept[row] |= {"image": images[row].cpu(), "patched": defended[row].images[0].cpu()}
+        return found, kept
 
     def run(
         self, attacks: Sequence[Attack], rows: Sequence[int], records: Sequence[Record], images: Tensor, labels: Tensor
@@ -66,6 +71,18 @@ class Attacker:
         indices = [records[row].index for row in rows]
         found = attack_in_turn(attacks, images[some], labels[some], seed=self.plan.seed, indices=indices)
         return {row: found[position] for position, row in enumerate(rows)}
+
+    def save(self, folder: Path, defense: Any, record: Record, kept: Mapping[str, Tensor]) -> None:
+        """folder/patches/INDEX.safetensors: patches that changed a right answer; broken/INDEX for a certified image."""
+        patches = {name: tensor for name, tensor in kept.items() if name not in ("image", "patched")}
+        if patches:
+            path = folder / "patches" / f"{record.index}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            temporary = path.with_suffix(".part")
+            save_file({name: tensor.contiguous() for name, tensor in patches.items()}, temporary)
+            temporary.replace(path)
+        if "patched" in kept:
+            self.save_broken(folder, defense, record, kept["image"], kept["patched"])
 
     def save_broken(self, folder: Path, defense: Any, record: Record, image: Tensor, patched: Tensor) -> None:
         """folder/broken/INDEX: pictures, exact pixels, and the defence's tables of the image before and after."""
@@ -100,6 +117,17 @@ class Attacker:
             "defense.predict(patched[None]); docs/attacks.md has the lines",
         }
         write_atomically(place / "tables.json", dump_json(facts))
+
+
+def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:
+    """The patch (c p q), its place (top, left, height, width), and the answer to the patched image."""
+    place = outcome.places[0]
+    rows, columns = slice(place.top, place.bottom), slice(place.left, place.right)
+    return {
+        name: outcome.images[0, :, rows, columns].cpu(),
+        f"{name}_place": torch.tensor([place.top, place.left, place.height, place.width]),
+        f"{name}_label": outcome.predictions[0].cpu(),
+    }
 
 
 def findings(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackFindings:

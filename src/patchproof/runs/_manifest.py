@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
 
 
 def made_with(device: torch.device) -> dict[str, Any]:
-    return {"device": device_name(device), "versions": versions(), "commit": source_commit()}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": now, "device": device_name(device), "versions": versions(), "commit": source_commit()}
 
 
 def device_name(device: torch.device) -> str:

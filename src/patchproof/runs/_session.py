@@ -61,13 +61,13 @@ IMAGES_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Done:
-    """One image: its record and the line this becomes, serialised once; the labels that were decided again; the image
-    and its patched copy, if a patch broke its certificate."""
+    """One image: its record and the line this becomes, serialised once; the labels that were decided again; the pixels
+    that an attack keeps of it."""
 
     record: Record
     line: str
     redone: Redone = field(default_factory=Redone)
-    broken: tuple[Tensor, Tensor] | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Piece:
 
     def dump(self) -> str:
         images = [
-            (done.line, vars(done.redone), done.broken and [pixels.tolist() for pixels in done.broken])
+            (done.line, vars(done.redone), {name: pixels.tolist() for name, pixels in done.kept.items()})
             for done in self.images
         ]
         return json.dumps([images, self.batch_size])
@@ -88,8 +88,8 @@ class Piece:
     def load(cls, text: str) -> Piece:
         images, batch_size = json.loads(text)
         done = []
-        for line, redone, broken in images:
-            pixels = broken and (torch.tensor(broken[0]), torch.tensor(broken[1]))
+        for line, redone, kept in images:
+            pixels = {name: torch.tensor(values) for name, values in kept.items()}
             done.append(Done(Record.parse(line), line, Redone(**redone), pixels))
         return cls(done, batch_size)
 
@@ -282,8 +282,8 @@ class Session:
         """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated
         and shown when the run is resumed."""
         for done in images:  # on disk before the record that speaks of it
-            if done.broken is not None and self.attacker is not None and self.place is not None:
-                self.attacker.save_broken(self.place.path, self.defense, done.record, *done.broken)
+            if done.kept and self.attacker is not None and self.place is not None:
+                self.attacker.save(self.place.path, self.defense, done.record, done.kept)
         lines: list[bytes] = []
         try:
             for done in images:
@@ -361,10 +361,10 @@ class Session:
             )
             for row, index in enumerate(batch.indices)
         ]
-        broken: dict[int, tuple[Tensor, Tensor]] = {}
+        kept: list[dict[str, Tensor]] = [{} for _ in records]
         if self.attacker is not None:
-            records, broken = self.attacker(self.defense, records, images, labels)
-        return [Done(r, r.line(), redone.get(row, Redone()), broken.get(row)) for row, r in enumerate(records)]
+            records, kept = self.attacker(self.defense, records, images, labels)
+        return [Done(r, r.line(), redone.get(row, Redone()), kept[row]) for row, r in enumerate(records)]
 
     def content(self, doubt: str | None) -> dict[str, Any]:
         """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""

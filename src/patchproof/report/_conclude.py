@@ -1,0 +1,322 @@
+"""What follows from the records: a verdict, what to do next, and what the guarantee excludes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from patchproof.geometry import PatchThreat, covering_masks, size_words
+from patchproof.report._compare import TracedRun
+from patchproof.report._content import GUARANTEES, MOST_CLASSES, attacked_rates, by_class
+from patchproof.report._gallery import witness_masks
+from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs, holm
+from patchproof.report._tables import Cell, Column, Table, interval_words, percent, points_interval
+from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
+from patchproof.runs._reading import count_words
+
+WIDE = 0.10
+"""A 95% interval wider than this says little: n is too small."""
+
+FEW = 10
+"""Images of a class below which nothing is said about the class."""
+
+FEW_PER_CLASS = 5
+"""With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
+
+MORE_MASKS = 6
+STRONG = "greedy"
+GAP = 0.10
+MOST_STEPS = 5
+NAMED = 3
+"""Classes, runs or masks that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """Sentences: what was found, what to do next, what is not promised."""
+
+    verdict: Sequence[str]
+    steps: Sequence[str] = ()
+    excludes: Sequence[str] = ()
+
+
+def excluded(runs: Sequence[StoredCertification]) -> list[str]:
+    """What no certificate of these runs says anything about."""
+    sizes = sorted({size_words(*run.patch_sizes) for run in runs if run.patch_sizes})
+    shown = f"{', '.join(sizes)} pixels" if sizes else "the stated size"
+    native, images = {run.native for run in runs}, sum(len(run.good) for run in runs)
+    where = "on the original image, before resizing" if native == {True} else "at the network's input, after resizing"
+    if len(native) > 1:
+        where = "at the network's input or on the original image, as each run says"
+    found = [
+        f"Patches that do not fit into {shown} ({where}), other shapes that reach beyond it, and two patches at once.",
+        "Changes outside the patch: noise, blur, light, rotation, another crop, or an object put into the scene.",
+        "Images that are not certified: some of them may still hold, nothing is proved about them.",
+        "Other images: a certificate is about one image. The rate is an estimate for images drawn like these, not for "
+        "another camera, place or time.",
+        "Another program: weights, preprocessing, masks, precision and kind of device are those of the run.",
+    ]
+    if any(run.guarantee == "detection" for run in runs):
+        found.append("Service (detection): an attacker can cause alarms at will, and clean images may raise one too.")
+    return found if images else found[:2]
+
+
+def not_certified(run: StoredCertification) -> list[Record]:
+    return [record for record in run.good if not record.certified]
+
+
+def mask_name(run: StoredCertification, number: int) -> str:
+    """By number, as in the explorer, and where it lies in the grid."""
+    if run.axes is None:
+        return f"mask {number + 1}"
+    row, column = divmod(number, run.axes[1])  # masks with axes are in the order of rows
+    return f"mask {number + 1} (row {row + 1} of {run.axes[0]}, column {column + 1} of {run.axes[1]})"
+
+
+def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int, Rate]:
+    """For each mask the share of these images whose deciding masks it is among, most often first."""
+    decided = [masks for record in records if (masks := witness_masks(run, record))]
+    found = Counter(number for masks in decided for number in masks)
+    return {number: Rate(k, len(decided)) for number, k in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
+
+
+def failures_table(run: StoredCertification) -> Table:
+    """Classes from the lowest certified accuracy up: why their images have no certificate, and under which masks."""
+    failed: dict[int, list[Record]] = {}
+    for record in not_certified(run):
+        failed.setdefault(record.label, []).append(record)
+    masked, found = run.masks is not None, by_class(run)
+    rows: list[dict[str, Cell]] = []
+    for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
+        records = failed[label]
+        answers = Counter(a for r in records if (a := _answer(r)) is not None and a != label).most_common(1)
+        answered = ", ".join(f"{run.class_name(answer)} ({count:,}×)" for answer, count in answers)
+        shares = list(mask_shares(run, records).items())[:NAMED]
+        masks = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares)
+        wrong = sum(r.undefended is False for r in records)
+        row: dict[str, Cell] = {"class": run.class_name(label), "not certified": len(records)}
+        row |= {"undefended wrong": wrong} if "undefended" in run.rates else {}
+        row |= {"masks": masks or None, "answered": answered or None} if masked else {}
+        rows.append(row)
+    notes = []
+    if "undefended" in run.rates:
+        notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
+    if masked:
+        which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
+        notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
+    columns = [Column(head) for head in rows[0]] if rows else []
+    return Table("failures", "Where certificates fail", columns, [tuple(row.values()) for row in rows], notes)
+
+
+def _answer(record: Record) -> int | None:
+    found = record.evidence.get("witness")
+    label = found.get("label") if isinstance(found, Mapping) else None
+    return label if type(label) is int else None
+
+
+def conclude_one(one: TracedRun) -> Conclusion:
+    """About one certification or attack."""
+    run, rate = one.run, one.certified
+    if not rate.n:
+        return Conclusion(["There is no record yet, so there is nothing to conclude."], _unfinished(run))
+    low, high = rate.interval
+    what = f"{GUARANTEES[run.guarantee]} of {run.patch_words}".replace("such patch", "patch")
+    verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
+    if not rate.k:
+        verdict = [f"No image of {rate.n:,} is certified (95% interval {interval_words(rate)})."]
+    broken = [record for record in run.attacks if record.broken]
+    if broken:
+        words = count_words(len(broken), "certificate was", "certificates were")
+        verdict.insert(0, f"Do not rely on this defence: {words} broken by a patch.")
+    if high - low > WIDE:
+        verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * (high - low):.0f} points.")
+    clean = count_pairs((record.undefended, record.defended) for record in run.good)
+    if clean.n:
+        verdict.append(f"Clean accuracy: {_difference(clean, 'the defence', 'the classifier alone')}")
+    verdict += _failures(run)
+    found = attacked_rates(run)
+    if "attacked" in found:
+        words = f"from {percent(found['certified'].rate)} (certified) to {percent(found['attacked'].rate)} (attacked)"
+        verdict.append(f"Robust accuracy is between the two bounds: {words}.")
+    return Conclusion(verdict, next_steps(one), excluded([run]))
+
+
+def _failures(run: StoredCertification) -> list[str]:
+    """Why images are not certified, which classes are clearly below the rest, and the masks that decide most often."""
+    failed, rate = not_certified(run), run.rates["certified"]
+    if not failed:
+        return []
+    wrong, found = sum(record.undefended is False for record in failed), []
+    if any(record.undefended is not None for record in failed):
+        words = count_words(len(failed), "image has", "images have")
+        rest = len(failed) - wrong
+        found.append(f"{words} no certificate: {wrong:,} misclassified as they are, {rest:,} classified right.")
+    low, classes = weak_classes(run), len(by_class(run))
+    if not enough_per_class(run):
+        each = f"{rate.n:,} images of {classes:,} classes are too few"
+        found.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
+    if low:
+        named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in list(low.items())[:NAMED])
+        more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
+        found.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
+    shares = list(mask_shares(run, failed).items())[:NAMED]
+    if shares:
+        named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
+        found.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
+    return found
+
+
+def enough_per_class(run: StoredCertification) -> bool:
+    classes = len(by_class(run))
+    return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
+
+
+def weak_classes(run: StoredCertification) -> dict[int, Rate]:
+    """Classes whose whole 95% interval lies below the certified accuracy of all images, lowest first."""
+    mean = run.rates["certified"].rate
+    low = {label: found["certified"] for label, found in by_class(run).items()}
+    chosen = {label: rate for label, rate in low.items() if rate.n >= FEW and rate.interval[1] < mean}
+    return dict(sorted(chosen.items(), key=lambda one: (one[1].rate, one[0])))
+
+
+def _unfinished(run: StoredCertification) -> list[str]:
+    missing = run.planned - len(run.records)
+    return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
+
+
+def next_steps(one: TracedRun) -> list[str]:
+    """What a person can do about this run, most urgent first."""
+    run, rate, steps = one.run, one.certified, _unfinished(one.run)
+    failed = not_certified(run)
+    if any(record.broken for record in run.attacks):
+        steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
+                     "and preprocessing are those of the run.")  # fmt: skip
+    if rate.interval[1] - rate.interval[0] > WIDE:
+        share = min(0.9, max(0.1, rate.rate))
+        wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)
+        room = f"the data set has {run.available:,}" if run.available > run.planned else "the data set has no more"
+        steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for an interval of ±{50 * WIDE:.0f} points "
+                     f"({room}).")  # fmt: skip
+    wrong = sum(record.undefended is False for record in failed)
+    if len(failed) > wrong and "undefended" in run.rates:
+        steps += _more_masks(run) + _training(one.strategy)
+    if failed and 3 * wrong >= len(failed):
+        steps.append(
+            f"Improve the classifier itself: {wrong:,} of {len(failed):,} images without a certificate are "
+            "misclassified as they are."
+        )
+    for label, _ in list(weak_classes(run).items())[:1]:
+        mine = [record for record in failed if record.label == label]
+        masks = " and ".join(mask_name(run, number) for number in list(mask_shares(run, mine))[:2])
+        where = f"; they fail most often under {masks}" if masks else ""
+        steps.append(f"Look at the images of {run.class_name(label)} in the explorer{where}.")
+    found = attacked_rates(run)
+    if "attacked" in found and found["attacked"].rate - found["certified"].rate > GAP:
+        steps.append("Attack harder to lower the upper bound: more steps, restarts or places.")
+    if not run.attacks and len(steps) < MOST_STEPS:
+        steps.append("Attack the defence for an upper bound on robust accuracy: the certified rate is the lower one.")
+    return steps[:MOST_STEPS] or ["Compare with another run on the same images: report both together."]
+
+
+def _more_masks(run: StoredCertification) -> list[str]:
+    """More masks are smaller ones: each hides less that the network would need."""
+    if run.defense != "patchcleanser" or run.axes is None or run.masks is None or max(run.axes) >= MORE_MASKS:
+        return []
+    threat = PatchThreat(run.masks.image_size, run.patch_sizes)
+    more = covering_masks(threat, per_axis=MORE_MASKS)
+    now, then = (max((r.height, r.width) for r in masks.rects) for masks in (run.masks, more))
+    if then >= now:
+        return []
+    passes = f"{len(more.unions):,} different masked copies per image instead of {len(run.masks.unions):,}"
+    size = size_words((len(more.axes[0]), len(more.axes[1])))
+    return [f"Try {size} masks: each hides {size_words(then)} pixels instead of {size_words(now)}, for {passes}."]
+
+
+def _training(strategy: str | None) -> list[str]:
+    if strategy is not None and strategy.startswith(STRONG):
+        return [f"Train longer, with more images or a larger network: masks of {strategy} are used already."]
+    instead = ", unless these weights were" if strategy is None else f" instead of {strategy}"
+    return [f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."]
+
+
+def conclude_several(
+    traced: Sequence[TracedRun], base: TracedRun, comparisons: Sequence[Comparison], unpaired: Mapping[str, str]
+) -> Conclusion:
+    """About runs beside each other: which differ clearly from the baseline, and what would settle the others."""
+    known = [one for one in traced if one.certified.n]
+    if not known:
+        return Conclusion(["There is no record yet, so there is nothing to conclude."])
+    verdict, steps = [], [step for one in traced for step in _unfinished(one.run)][:1]
+    adjusted = dict(zip((c.run.name for c in comparisons), holm([c.certified.p for c in comparisons]), strict=True))
+    ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
+    many = len(ordered) > 1
+    for c in ordered[:NAMED]:
+        words = _difference(c.certified, c.run.name, base.run.name, adjusted[c.run.name], holm_test=many)
+        verdict.append(f"Certified: {words}{_overlap(c) if adjusted[c.run.name] < LEVEL else ''}")
+    if len(ordered) > NAMED:
+        verdict.append(f"{len(ordered) - NAMED} more are in the table.")
+    if many:
+        first, second = (c.run for c in ordered[:2])
+        words = _difference(compare(second, first).certified, first.name, second.name)
+        verdict.append(f"Certified, the two best: {words}")
+    clear = [c for c in ordered if adjusted[c.run.name] < LEVEL]
+    better = [c for c in clear if c.certified.difference > 0]
+    if better:
+        verdict.insert(0, f"Best against the baseline {base.run.name}: {better[0].run.name}.")
+        steps.append(f"Go on with {better[0].run.name}.")
+    elif ordered:
+        verdict.insert(0, f"No run is clearly better than the baseline {base.run.name}.")
+        steps.append(f"Keep {base.run.name} until a difference is clear.")
+    unclear = [c for c in ordered if c not in clear and c.certified.images_needed is not None]
+    for c in unclear[:1]:
+        needed = c.certified.images_needed
+        steps.append(
+            f"{c.run.name}: if the difference is as large as it looks, about {needed:,} images show it four times in "
+            f"five (now {c.certified.n:,})."
+        )
+    for name, reason in list(unpaired.items())[:NAMED]:
+        verdict.append(f"{name} is not compared with {base.run.name}: {reason}.")
+    if any("other images" in reason for reason in unpaired.values()):
+        steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
+    best = max(known, key=lambda one: (one.certified.rate, one.run.name == base.run.name))
+    if not unpaired:
+        steps += [step for step in next_steps(best) if step not in steps]
+    return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
+
+
+def _difference(paired: Paired, name: str, base: str, p: float | None = None, *, holm_test: bool = False) -> str:
+    """`greedy is 4.2 points above cutout (95% interval +1.0 to +7.3, McNemar p = 0.012, n = 400).`"""
+    p = paired.p if p is None else p
+    value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
+    facts = f"95% interval {points_interval(paired)}, McNemar {value}{' (Holm)' if holm_test else ''}, n = {paired.n:,}"
+    if p >= LEVEL:
+        return f"no clear difference between {name} and {base} ({100 * paired.difference:+.1f} points, {facts})."
+    where = "above" if paired.difference > 0 else "below"
+    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts})."
+
+
+def _overlap(c: Comparison) -> str:
+    first, second = c.base.rates["certified"], c.run.rates["certified"]
+    apart = first.interval[1] < second.interval[0] or second.interval[1] < first.interval[0]
+    return "" if apart else " Their separate intervals overlap; on the same images the paired difference counts."
+
+
+def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:
+    """About trainings by themselves: which epoch was best, and whether accuracy still rose at the end."""
+    verdict, steps = [], []
+    for run in runs:
+        if run.best is None:
+            verdict.append(f"{run.name}: no epoch is validated yet.")
+            continue
+        rate = run.best.certified
+        words = f"epoch {run.best.epoch} of {len(run.epochs)} is the best, {percent(rate.rate)} certified"
+        verdict.append(
+            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) on {rate.n:,} validation images."
+        )
+        if len(run.epochs) > 1 and run.best.epoch == run.epochs[-1].epoch:
+            steps.append(f"Train {run.name} for more epochs: the last one is the best.")
+    if any(run.best is not None for run in runs):
+        steps.append("Certify checkpoint-best on images that selected nothing: validation accuracy is too hopeful.")
+    return Conclusion(verdict, steps[:MOST_STEPS])

@@ -1,0 +1,250 @@
+"""What a report concludes: paired comparisons against slow references, verdicts, next steps, and what is excluded."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from patchproof.report import Options, build_report
+from patchproof.report._compare import TracedRun
+from patchproof.report._conclude import Conclusion, conclude_one
+from patchproof.report._paired import Paired, count_pairs, holm
+from patchproof.runs._reading import read_run
+from patchproof.runs._record import Record
+from patchproof.types import InputError
+from run_folders import attacked_records, detection, manifest, random_records, write_run, write_training
+
+# Paired statistics
+
+
+def test_mcnemars_p_is_the_sum_of_both_tails():
+    for lost, gained in product(range(12), repeat=2):
+        n, least = lost + gained, min(lost, gained)
+        tail = sum(math.comb(n, k) for k in range(least + 1)) / 2**n
+        assert Paired(5, lost, gained, 7).p == pytest.approx(min(1.0, 2 * tail))
+
+
+def test_the_paired_interval_holds_the_difference_as_often_as_it_says():
+    """Over every outcome of 14 images; and it is narrower than for unpaired images where the runs agree."""
+    n = 14
+    cuts = combinations(range(n + 3), 3)
+    tables = [(a, b - a - 1, c - b - 1, n + 2 - c) for a, b, c in cuts]
+    ends = {counts: Paired(*counts).interval for counts in tables}
+    for shares in ((0.6, 0.05, 0.15, 0.2), (0.25, 0.25, 0.25, 0.25), (0.1, 0.0, 0.3, 0.6)):
+        coverage = width = 0.0
+        for counts, (low, high) in ends.items():
+            ways = math.factorial(n) // math.prod(map(math.factorial, counts))
+            chance = ways * math.prod(share**count for share, count in zip(shares, counts, strict=True))
+            coverage += chance * (low <= shares[2] - shares[1] <= high)
+            width += chance * (high - low)
+        assert 0.93 <= coverage <= 0.995
+        first, second = shares[0] + shares[1], shares[0] + shares[2]
+        apart = 2 * 1.96 * math.sqrt((first * (1 - first) + second * (1 - second)) / n)
+        assert width < (apart if shares[0] * shares[3] > shares[1] * shares[2] else 1.1 * apart)
+
+
+def test_swapping_the_runs_turns_the_difference_round():
+    one, other = Paired(30, 4, 11, 15), Paired(30, 11, 4, 15)
+    assert (one.difference, one.p) == (-other.difference, other.p)
+    assert one.interval == pytest.approx([-end for end in reversed(other.interval)])
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_so_many_images_show_the_difference_four_times_in_five():
+    seen = Paired(50, 8, 14, 28)
+    needed = seen.images_needed
+    draws = np.random.default_rng(0).multinomial(needed, [0.5, 0.08, 0.14, 0.28], size=2000)
+    found = np.mean([Paired(*map(int, counts)).p < 0.05 for counts in draws])
+    assert 0.74 < found < 0.86
+    assert Paired(5, 3, 3, 5).images_needed is None
+
+
+# Comparisons
+
+
+def lines_of(folder: Path) -> dict[int, dict]:
+    return {line["index"]: line for line in map(json.loads, (folder / "records.jsonl").read_text().splitlines())}
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    """A baseline, one clearly better, one that differs by chance, each on the same 300 images."""
+    records = random_records(300)
+    better = [replace(r, certified=bool(r.defended) and (bool(r.certified) or r.index % 2 == 0)) for r in records]
+    chance = [replace(r, certified=bool(r.defended) and (bool(r.certified) or r.index % 60 == 0)) for r in records]
+    named = {"plain": records, "better": better, "chance": chance}
+    return [write_run(tmp_path / name, manifest(count=300), found) for name, found in named.items()]
+
+
+def test_two_runs_are_compared_image_by_image_in_table_figure_and_json(runs, tmp_path):
+    build_report(runs[:2]).write(tmp_path / "out")
+    rows = json.loads((tmp_path / "out/tables/paired.json").read_text())["rows"]
+    first, second = map(lines_of, runs[:2])
+    for row in rows:
+        pairs = [(first[i][row["accuracy"]], second[i][row["accuracy"]]) for i in first]
+        assert (row["gained"], row["lost"]) == (pairs.count((False, True)), pairs.count((True, False)))
+        assert row["difference in points"]["difference"] == (row["gained"] - row["lost"]) / 300
+        assert row["McNemar p"] == count_pairs(pairs).p
+    assert [row["accuracy"] for row in rows] == ["certified", "defended", "undefended"]
+    classes = list(csv.DictReader(io.StringIO((tmp_path / "out/tables/paired-classes.csv").read_text())))
+    for row in classes:
+        mine = [i for i in first if ("cat", "dog", "eel")[first[i]["label"]] == row["class"]]
+        gained = sum(second[i]["certified"] and not first[i]["certified"] for i in mine)
+        assert (int(row["images"]), int(row["difference in points gained"])) == (len(mine), gained)
+    assert sorted(row["class"] for row in classes) == ["cat", "dog", "eel"]
+    assert (tmp_path / "out/figures/paired-classes.svg").is_file()
+    said = json.loads((tmp_path / "out/report.json").read_text())
+    assert said["verdict"][0] == "Best against the baseline plain: better."
+    assert "Certified: better is" in said["verdict"][1]
+    assert "points above plain (95% interval +" in said["verdict"][1]
+    assert "Go on with better." in said["next_steps"]
+    page = (tmp_path / "out/index.html").read_text("utf-8")
+    assert page.index("Verdict") < page.index("Next steps") < page.index("What the guarantee excludes")
+
+
+def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path):
+    report = build_report(runs, Options(baseline=runs[1]))
+    (table,) = (table for table in report.tables if table.key == "paired")
+    assert table.title == "Against better"
+    assert {row[0] for row in table.rows} == {"plain", "chance"}
+    assert all(row[-1] >= row[-2] for row in table.rows)  # Holm's p is never the smaller
+    assert "paired" in {picture.key for picture in report.pictures}
+    assert report.conclusion.verdict[0] == "No run is clearly better than the baseline better."
+    unclear = build_report([runs[0], runs[2]]).conclusion
+    assert any("no clear difference between chance and plain" in text for text in unclear.verdict)
+    assert any("images show it four times in five (now 300)" in text for text in unclear.steps)
+    with pytest.raises(InputError, match="baseline must be one of the certifications in the report"):
+        build_report(runs[:2], Options(baseline=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"identity.data_sha256": "ee"}, "it is about other images"), (detection(), "its certificates are detection")],
+)
+def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_path, changes, words):
+    other = write_run(tmp_path / "other", manifest(count=300, **changes), random_records(300, seed=1))
+    report = build_report([runs[0], other])
+    assert "paired" not in {table.key for table in report.tables}
+    assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
+    half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
+    (table,) = (table for table in build_report([runs[0], half]).tables if table.key == "paired")
+    assert {row[1] for row in table.rows} == {150}
+
+
+# Verdicts
+
+
+def failing(count: int) -> list[Record]:
+    """Images of which every eel fails, under mask 5, and is taken for a cat; all others are certified."""
+    records = []
+    for index in range(count):
+        label, holds = index % 3, index % 3 != 2
+        witness = {"witness": {"masks": [4, index % 9], "label": label if holds else 0}}
+        margin = 1.0 if holds else -1.0
+        records.append(Record(index, f"x/{index}.png", label, True, True, holds, margin, 45, witness))
+    return records
+
+
+def concluded(folder: Path, records: list[Record], strategy: str | None = None, **changes) -> Conclusion:
+    run = read_run(write_run(folder, manifest(count=len(records), **changes), records))
+    return conclude_one(TracedRun(run, run.name, strategy))
+
+
+def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
+    found = concluded(tmp_path / "r", failing(90), "cutout", available=5000)
+    said = "\n".join(found.verdict)
+    assert "66.7% (55.9–76.3%) of 90 images are certified: the right label under any patch of 5×5 px (3.2%)." in said
+    assert "n = 90 is small: the 95% interval spans 20 points." in said
+    assert "30 images have no certificate: 0 misclassified as they are, 30 classified right." in said
+    assert "Clearly below the average of 66.7%: eel 0.0%." in said
+    assert "mask 5 (row 2 of 3, column 2 of 3) 100.0%" in said
+    steps = "\n".join(found.steps)
+    assert "images for an interval of ±5 points (the data set has 5,000)." in steps
+    assert "Try 6×6 masks: each hides 8×8 pixels instead of 12×12, for " in steps
+    assert "Train with the masking strategy greedy instead of cutout" in steps
+    assert "Look at the images of eel in the explorer; they fail most often under mask 5 (row 2 of 3" in steps
+    (table,) = (t for t in build_report([tmp_path / "r"]).tables if t.key == "failures")
+    assert table.rows[0][:3] == ("eel", 30, 0)
+    assert table.rows[0][3].startswith("5 (30×)")
+    assert table.rows[0][4] == "cat (30×)"
+
+
+def test_advice_that_does_not_apply_is_not_given(tmp_path):
+    strong = concluded(tmp_path / "strong", failing(3000), "greedy", per_axis=6)
+    assert not [text for text in (*strong.verdict, *strong.steps) if "is small" in text or "Try " in text]
+    assert any(text.startswith("Train longer") for text in strong.steps)
+    wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(3000)]
+    assert any("1,000 of 1,000 images without a certificate are misclassified" in text
+               for text in concluded(tmp_path / "wrong", wrong, "greedy").steps)  # fmt: skip
+    none = [replace(r, certified=False) for r in failing(60)]
+    assert concluded(tmp_path / "none", none).verdict[0] == "No image of 60 is certified (95% interval 0.0–6.0%)."
+    unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
+    assert unfinished.steps[0] == "Resume the run: 50 of 90 images are left."
+
+
+def test_an_attack_ends_in_both_bounds_and_a_broken_certificate_in_a_warning(tmp_path):
+    records = attacked_records(60)
+    content = manifest(count=60, command="attack")
+    assert "Robust accuracy is between" in "".join(
+        build_report([write_run(tmp_path / "a", content, records)]).conclusion.verdict
+    )
+    victim = next(i for i, record in enumerate(records) if record.certified)
+    fallen = replace(records[victim].attack, attacked=False, place=(0, 0, 5, 5), attacked_label=0)
+    records[victim] = replace(records[victim], attack=fallen)
+    report = build_report([write_run(tmp_path / "b", content, records)])
+    assert report.conclusion.verdict[0] == "Do not rely on this defence: 1 certificate was broken by a patch."
+
+
+def test_trainings_end_in_a_verdict_too(tmp_path):
+    found = build_report([write_training(tmp_path / "t")]).conclusion
+    assert "epoch 2 of 2 is the best, 40.0% certified" in found.verdict[0]
+    assert found.steps[0] == "Train t for more epochs: the last one is the best."
+
+
+def test_what_the_guarantee_excludes_depends_on_the_threat(tmp_path):
+    assert concluded(tmp_path / "a", failing(9)).excludes[0] == (
+        "Patches that do not fit into 5×5 pixels (at the network's input, after resizing), other shapes that reach "
+        "beyond it, and two patches at once."
+    )
+    native = concluded(tmp_path / "b", failing(9), **{"config.threat_space": "native"}).excludes
+    assert "on the original image, before resizing" in native[0]
+    assert not [text for text in native if "alarms" in text]
+    assert [text for text in concluded(tmp_path / "c", failing(9), **detection()).excludes if "alarms" in text]
+
+
+# Looks
+
+
+def test_nothing_green_no_zero_speed_and_no_curve_of_single_images(tmp_path):
+    names = [f"k{i}" for i in range(90)]
+    records = [replace(r, certified=False, label=r.index) for r in random_records(90, classes=90)]
+    folder = write_run(tmp_path / "r", manifest(count=90, classes=names), records, seconds=3600)
+    report = build_report([folder])
+    page = report.write(tmp_path / "out").read_text("utf-8")
+    assert 'class="tile certified"' in page
+    assert 'class="tile defended some"' in page
+    cost = next(table for table in report.tables if table.key == "cost")
+    assert dict(cost.rows)["time per image"] == "40 s"
+    assert "images per second" not in dict(cost.rows)
+    assert not {"classes", "failures"} & {section.key for section in report.sections}
+    assert any("90 images of 90 classes are too few" in text for text in report.conclusion.verdict)
+
+
+def test_a_run_says_the_split_date_commit_and_weights_it_was_made_with(tmp_path):
+    changes = {"date": "2026-01-02T03:04:05+00:00", "commit": "c0ffee", "identity.weights_sha256": "abc123"}
+    folder = write_run(tmp_path / "r", manifest(count=9, **changes), failing(9))
+    (table,) = (table for table in build_report([folder]).tables if table.key == "settings")
+    found = dict(table.rows)
+    assert (found["split"], found["date"], found["commit"]) == ("all", changes["date"], "c0ffee")
+    assert (found["sha256 of the weights"], found["images"]) == ("abc123", "9 of 9")
+    old = write_run(tmp_path / "old", manifest(count=9), failing(9))
+    (table,) = (table for table in build_report([old]).tables if table.key == "settings")
+    assert dict(table.rows)["date"] == "not recorded"
