@@ -16,6 +16,9 @@ from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
 
+UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run")
+"""Settings that say how a run was begun or is shown, not what it is."""
+
 PHRASES = {
     "in another folder": "with another --output",
     "another folder": "another --output",
@@ -66,7 +69,7 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
 
 def resolved(config: Any) -> dict[str, Any]:
     """The settings as they are saved: plain values, without those that say how a run was begun."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("config", "resume")}
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in UNRECORDED}
     return {FLAGS.get(k, k): str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 

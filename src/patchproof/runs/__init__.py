@@ -2,7 +2,7 @@
 
 from patchproof.runs._certify import AttackResults, attack, certify
 from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
-from patchproof.runs._manifest import device_name, source_commit, versions
+from patchproof.runs._manifest import device_name, network_remarks, source_commit, versions
 from patchproof.runs._measure import measure_on_generated, measure_tau
 from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
 from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
@@ -41,6 +41,7 @@ __all__ = [
     "local_rank",
     "measure_on_generated",
     "measure_tau",
+    "network_remarks",
     "predict",
     "preprocessing_for",
     "rates",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from patchproof.models import is_whole, sealed
+from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.types import CheckError, InputError
 
@@ -43,8 +43,8 @@ def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
     manifest = read_json(path)
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
         raise CheckError(f"{path} is not the manifest of a run; {remedy}")
-    if not is_whole(manifest):
-        raise CheckError(f"{path} is damaged: not what was written; {remedy}")
+    if SEAL not in manifest or not is_whole(manifest):
+        raise CheckError(f"{path} is damaged: not what was written (its seal does not fit); {remedy}")
     return manifest
 
 
@@ -98,6 +98,11 @@ class RunFolder:
         self.sums_path = path / "records.crc"
         self.spoiled_path = path / "spoiled.json"
 
+    def require_free(self, *, resume: bool) -> None:
+        """Refuse a folder with a run in it that is not to be resumed."""
+        if not resume and self.manifest_path.exists():
+            raise InputError(f"{self.path} already holds a run; continue it with resume=True, or choose another folder")
+
     @contextlib.contextmanager
     def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
         """Begin or resume a run; yields the manifest in force (the first session's, when resumed)."""
@@ -114,11 +119,8 @@ class RunFolder:
                 write_atomically(self.manifest_path, dump_json(sealed(manifest)))
                 yield manifest
                 return
+            self.require_free(resume=resume)
             stored = read_manifest(self.manifest_path)
-            if not resume:
-                raise InputError(
-                    f"{self.path} already holds a run; continue it with resume=True, or choose another folder"
-                )
             refuse_differences(stored, manifest, where=self.path)
             if self.spoiled_path.exists():
                 reason = read_json(self.spoiled_path).get("reason")
