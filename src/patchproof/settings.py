@@ -1,4 +1,4 @@
-"""What can be chosen: plain data with its rules. Nothing heavy is imported: the command line knows its flags at once."""
+"""What can be chosen: plain data with its rules. Nothing heavy is imported: flags are known at once."""
 
 from __future__ import annotations
 

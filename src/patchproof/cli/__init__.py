@@ -21,7 +21,7 @@ from rich.markup import escape
 from patchproof.cli._commands import COMMANDS
 from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, group_of, with_defense
 from patchproof.cli._show import Console
-from patchproof.cli._sources import find_flag, in_flags, known_settings, read_config_file
+from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.cli._stop import STOP
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
@@ -100,7 +100,7 @@ class Notes(logging.Handler):
 
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage, 128 + signal when stopped by one."""
-    tokens, kind = list(tokens), None
+    tokens, kind = [STANDARD_INPUT if token == "-" else token for token in tokens], None
     Console.silent = "--quiet" in tokens
     logger = logging.getLogger("patchproof")
     logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from rich.markup import escape
 
 from patchproof import runs
@@ -47,16 +49,16 @@ from patchproof.cli._show import (
     threat_words,
     visible,
 )
-from patchproof.cli._sources import in_flags, resolved
+from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.cli._stop import STOP
-from patchproof.data import ImageSource, open_dataset
+from patchproof.data import BadImageError, ImageSource, decode, open_dataset
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.models import EMBEDDED, ImageClassifier, replace_head
 from patchproof.recipes import find_recipe
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
@@ -128,7 +130,9 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
-    files = [file for path in images for file in runs.image_files(path)]
+    files: list[Any] = []
+    for path in images:
+        files += [standard_input()] if str(path) == STANDARD_INPUT else runs.image_files(path)
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     defense = defense_for(settings, classifier)
@@ -154,6 +158,16 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     if good and not settings.json:
         show_predictions(good, settings, classifier)
     return 0 if len(good) == len(files) else 1
+
+
+def standard_input() -> Image.Image:
+    """The image of `predict -`."""
+    try:
+        picture = decode(io.BytesIO(sys.stdin.buffer.read()))
+    except BadImageError as error:
+        raise CheckError(f"standard input: {error.reason}") from error
+    picture.filename = "-"  # type: ignore[attr-defined]
+    return picture
 
 
 def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:

@@ -69,7 +69,8 @@ def threat_words(source: Any, defense: Any) -> str:
     words = "" if masks is None else f", {len(masks.axes[0])}×{len(masks.axes[1])} masks"
     return (
         f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
-        f"({defense.guarantee}): one patch of {size_words(*defense.threat.patch_sizes)} pixels anywhere on {size_words(defense.threat.image_size)}{words}"
+        f"({defense.guarantee}): one patch of {size_words(*defense.threat.patch_sizes)} pixels anywhere on "
+        f"{size_words(defense.threat.image_size)}{words}"
     )
 
 

@@ -15,11 +15,16 @@ from patchproof.cli._settings import FLAGS
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
+STANDARD_INPUT = "/dev/stdin"
+"""What `-` becomes, which the parser would take for a flag; a word like any other where there is no such file."""
 
 UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run")
 """Settings that say how a run was begun or is shown, not what it is."""
 
 PHRASES = {
+    "continued: patch_sizes was": "continued: --patch differs: patch_sizes was",
+    "continued: masks was": "continued: --masks differs: masks was",
+    "continued: images was": "continued: --limit or the data differ: images was",
     "in another folder": "with another --output",
     "another folder": "another --output",
     "resume to continue": "continue with --resume",

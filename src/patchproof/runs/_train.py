@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,21 @@ from patchproof.data import ImageSource, as_source, iterate_batches, spread_indi
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
-from patchproof.models import ImageClassifier, adopt, classifier_summary, match_labels, save_checkpoint, weights_sha256
-from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, write_atomically
+from patchproof.models import (
+    ImageClassifier,
+    adopt,
+    classifier_summary,
+    match_labels,
+    save_checkpoint,
+    settled,
+    weights_sha256,
+)
+from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts, source_facts
 from patchproof.runs._record import Rate
 from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, Preprocessing, Size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -152,7 +161,8 @@ def train(
         save()
         return EpochReport(report.epoch + 1, report.step, loss, found)
 
-    with nullcontext() if place is None else place.open(manifest, resume=resume):
+    longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
+    with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
         notes = {"loss": 0.0, "images": 0} | notes  # of the epoch so far
@@ -248,6 +258,31 @@ def _manifest(
         "precision": trainer.plan.precision,
         **made_with(accelerator.device),
     }
+
+
+def _goes_on_longer(
+    stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None
+) -> bool:
+    """Is it the stored training with more epochs? Refused if the steps already done would have had other rates."""
+
+    def besides_length(identity: Mapping[str, Any]) -> Any:
+        return {**identity, "steps": None, "plan": {**identity["plan"], "epochs": None}}
+
+    before, now = stored["identity"], current["identity"]
+    if stored["command"] != "train" or not now["plan"]["epochs"] > before["plan"]["epochs"]:
+        return False
+    if besides_length(before) != besides_length(now):
+        return False
+    state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
+    done = int(read_json(state)["step"]) if state.exists() else 0
+    per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
+    if any(plan.rate(step / per_epoch) != shorter.rate(step / per_epoch) for step in range(done)):
+        raise CheckError(
+            f"{folder} cannot go on to {plan.epochs} epochs: with the schedule `{plan.schedule}` the learning rates of "
+            f"the {done} steps done depend on their number, which was {shorter.epochs}; train its checkpoint-last on "
+            "in another folder (the schedule `constant` can always go on)"
+        )
+    return True
 
 
 def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
