@@ -263,7 +263,10 @@ WRONG = [
     ("certify --model resnett18", "unknown model 'resnett18'.*nearest: resnet18"),
     ("certify --model small --weights none.pth", "no weight file none.pth"),
     ("certify --weights none.pth", "none.pth is no.* checkpoint folder; name the network it is for with --model"),
-    ("certify --model coatnet_0_224", "coatnet_0_224 has no weights of its own: give --weights.* or `random` if you mean it"),
+    (
+        "certify --model coatnet_0_224",
+        "coatnet_0_224 has no weights of its own: .* `random` if you mean it",
+    ),
     ("train", "no network is named to train: give --weights, .* or --model"),
     ("certify --limit 5.7", "Invalid value for --limit: it must be a whole number, not 5.7"),
     ("certify --batch-size 2.5", "--batch-size: it must be a whole number or auto, not 2.5"),

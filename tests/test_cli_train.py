@@ -143,7 +143,7 @@ def test_an_interrupted_resume_does_not_lose_the_log(data, tmp_path, monkeypatch
     before = losses("r")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert train(data, "--output", "r", "--resume") == 1
+        assert train(data, "--output", "r", "--resume") == 130
     assert losses("r") == before
 
 

@@ -486,7 +486,9 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     assert command(["report", "runs"]) == 2
     assert "it has 1 run inside, e.g. runs/one" in " ".join(capsys.readouterr().err.split())
     assert command(["report"]) == 2
-    (tmp_path / "empty" / "manifest.json").write_text('{"command": "predict", "identity": {}, "schema": 1}')
+    (tmp_path / "empty" / "manifest.json").write_text(
+        json.dumps(sealed({"command": "predict", "identity": {}, "schema": 1}))
+    )
     with pytest.raises(InputError, match="holds a `predict` run, not one of certify, attack or train"):
         build_report([tmp_path / "empty"])
     assert not (tmp_path / "empty" / "report").exists()

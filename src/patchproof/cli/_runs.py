@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 import math
 import sys
 import time
@@ -42,6 +43,7 @@ from patchproof.cli._show import (
     Console,
     RunBar,
     TrainingBar,
+    clock,
     new_table,
     percent,
     remarks_text,
@@ -51,7 +53,7 @@ from patchproof.cli._show import (
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.cli._stop import STOP
-from patchproof.data import BadImageError, ImageSource, decode, open_dataset
+from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.models import EMBEDDED, ImageClassifier, replace_head
@@ -62,6 +64,9 @@ from patchproof.types import CheckError, InputError, PatchproofError, Size
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
+
+SECONDS_WORTH_A_WORD = 10.0
+"""A run that may take longer says so at its start."""
 
 PROMISE = (
     "Certified means: whatever one patch of at most {patch} is put anywhere on this very image, the answer {stays}. "
@@ -77,7 +82,7 @@ def evaluate(command: str, settings: Any) -> int:
         if executor.rank:
             time.sleep(SECONDS_FOR_MAIN)
         raise
-    if executor.rank:
+    if executor.rank or results is None:
         return 0
     stdout, content = Console(), results.content
     if settings.json:
@@ -112,6 +117,13 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         source = open_source(settings)
         folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
+        cost = runs.estimate_cost(defense, len(spread_indices(source, settings.limit)))
+        if cost is not None and settings.dry_run:
+            text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
+            sys.stdout.write(text)
+            return None, ""
+        if cost is not None and cost.most_seconds > SECONDS_WORTH_A_WORD and bar.shown:
+            logging.getLogger("patchproof").info(cost_words(cost))
         call: Any = runs.attack if plan else runs.certify
         results = call(
             defense,
@@ -126,6 +138,14 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
             **chosen(settings, "resume", "limit", "workers", "skip_bad"),
         )
     return results, threat_words(source, defense)
+
+
+def cost_words(cost: runs.Cost) -> str:
+    return (
+        f"{cost.images:,} images with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
+        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
+        f"{cost.bytes / 1e6:,.0f} MB for tables of masks"
+    )
 
 
 def predict(images: list[Path], settings: PredictSettings) -> int:

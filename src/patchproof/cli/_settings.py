@@ -118,6 +118,9 @@ class EngineSettings(Engine):
 class CertifySettings(CommonSettings, OutputSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
     """`patchproof certify`."""
 
+    dry_run: bool = False
+    """Only estimate passes, time and memory, from a few timed passes; nothing is written."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings(AttackPlan, CertifySettings):

@@ -119,7 +119,7 @@ class Bar:
     """
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
-        self.console, self.in_lines = console, shown and not console.is_terminal
+        self.console, self.shown, self.in_lines = console, shown, shown and not console.is_terminal
         self.last_line = self.began = time.monotonic()
         self.done = self.before = self.total = 0
 

@@ -71,7 +71,7 @@ class PatchCleanser(MaskedDefense):
 
     @property
     def most_passes(self) -> int:
-        return len(self.masks.unions)
+        return self.masks.union_count
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Two rounds of masking (Algorithm 1); the second only of disagreeing copies, and only until contradicted."""

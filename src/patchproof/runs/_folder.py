@@ -54,7 +54,7 @@ def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
         raise CheckError(f"{path} is not the manifest of a run; {remedy}")
     if SEAL not in manifest or not is_whole(manifest):
-        raise CheckError(f"{path} is damaged: not what was written (its seal does not fit); {remedy}")
+        raise CheckError(f"{path} is damaged: not what was written; {remedy}")
     return manifest
 
 

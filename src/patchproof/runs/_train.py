@@ -260,9 +260,7 @@ def _manifest(
     }
 
 
-def _goes_on_longer(
-    stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None
-) -> bool:
+def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
     """Is it the stored training with more epochs? Refused if the steps already done would have had other rates."""
 
     def besides_length(identity: Mapping[str, Any]) -> Any:
