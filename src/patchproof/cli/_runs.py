@@ -65,8 +65,8 @@ from patchproof.types import CheckError, InputError, PatchproofError, Size
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
 
-SECONDS_WORTH_A_WORD = 10.0
-"""A run that may take longer says so at its start."""
+PASSES_WORTH_A_WORD = 50_000
+"""A run that may take more says at its start how long that is."""
 
 PROMISE = (
     "Certified means: whatever one patch of at most {patch} is put anywhere on this very image, the answer {stays}. "
@@ -117,12 +117,14 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         source = open_source(settings)
         folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
-        cost = runs.estimate_cost(defense, len(spread_indices(source, settings.limit)))
+        count, cost = len(spread_indices(source, settings.limit)), None
+        if settings.dry_run or count * defense.most_passes > PASSES_WORTH_A_WORD:
+            cost = runs.estimate_cost(defense, count)
         if cost is not None and settings.dry_run:
             text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
             sys.stdout.write(text)
             return None, ""
-        if cost is not None and cost.most_seconds > SECONDS_WORTH_A_WORD and bar.shown:
+        if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
         call: Any = runs.attack if plan else runs.certify
         results = call(
@@ -144,7 +146,7 @@ def cost_words(cost: runs.Cost) -> str:
     return (
         f"{cost.images:,} images with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
-        f"{cost.bytes / 1e6:,.0f} MB for tables of masks"
+        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ BYTES_PER_PAIR = 24
 BYTES_PER_CELL = 60
 """Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
-TIMED = 3
+TIMED, COPIES = 2, 64
+"""Batches that are timed, of at most so many copies each."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,23 @@ class Cost:
     passes_per_second: float
     fewest_seconds: float
     most_seconds: float
-    bytes: int
-    """Of the tables of masks and images; the network comes on top."""
+    table_bytes: int
+    """Of the tables of masks and images."""
+    peak_bytes: int | None
+    """Of everything else, network and passes included, as far as the timed passes show it; None where unknown."""
 
 
 def estimate_cost(defense: Any, images: int) -> Cost | None:
-    """From a few timed passes over generated images; None for a defence without masks. Refused if the tables do not fit
-    into memory."""
+    """From a few timed passes over generated images; None for a defence without masks or classifier."""
     masks = getattr(defense, "masks", None)
-    if masks is None:
+    if masks is None or getattr(defense, "classifier", None) is None:
         return None
+    require_memory(defense)
     needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
-    require_memory(defense, needed)
     seconds = seconds_per_pass(defense)
     fewest, most = images * len(masks), images * defense.most_passes
-    return Cost(images, len(masks), fewest, most, 1 / seconds, fewest * seconds, most * seconds, needed)
+    times = 1 / seconds, fewest * seconds, most * seconds
+    return Cost(images, len(masks), fewest, most, *times, needed, peak_memory(device_of(defense)))
 
 
 def table_bytes(masks: int, cells: int, image_size: tuple[int, int]) -> int:
@@ -57,21 +61,24 @@ def table_bytes(masks: int, cells: int, image_size: tuple[int, int]) -> int:
     return masks * image_size[0] * image_size[1] + pairs + BYTES_PER_CELL * cells
 
 
-def require_memory(defense: Any, needed: int) -> None:
+def require_memory(defense: Any) -> None:
     """Refuse masks whose tables need more than the memory that is free, and name the most per axis that fit."""
-    free = free_memory()
-    if free is None or needed <= free:
+    free, masks = free_memory(), getattr(defense, "masks", None)
+    if free is None or masks is None or not hasattr(defense, "most_passes"):
+        return
+    needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
+    if needed <= free:
         return
     threat: PatchThreat = defense.threat
     largest = 0
-    for per_axis in range(1, max(map(len, defense.masks.axes)) + 1):
+    for per_axis in range(1, 1 + max(len(masks.axes[0]), len(masks.axes[1])) if masks.alike else 1):
         count = len(covering_masks(threat, per_axis=per_axis))
-        cells = count * (count + 1) // 2 if defense.most_passes > len(defense.masks) else count
+        cells = count * (count + 1) // 2 if defense.most_passes > len(masks) else count
         if table_bytes(count, cells, threat.image_size) <= free:
             largest = per_axis
     raise InputError(
-        f"{len(defense.masks):,} masks have {defense.most_passes:,} pairs, whose tables take {needed / 1e9:.1f} GB; "
-        f"{free / 1e9:.1f} GB are free; per_axis={largest} is the most that fits"
+        f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
+        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {largest} is the most that fits"
     )
 
 
@@ -84,6 +91,18 @@ def free_memory() -> int | None:
         return None
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that were in use so far, on a GPU or by this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def seconds_per_pass(defense: Any) -> float:
     """Of masked copies in whole chunks, by the fastest of a few."""
     classifier, device = defense.classifier, device_of(defense)
@@ -93,9 +112,9 @@ def seconds_per_pass(defense: Any) -> float:
     images = generated_images(1, channels, defense.threat.image_size).to(device)
     keep = covering_masks(defense.threat, per_axis=1).keep(device)
     evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
-    zeros, times = torch.zeros(evaluator.chunk, dtype=torch.int64), []
+    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
     for _ in range(TIMED):
         began = time.perf_counter()
         evaluator.evaluate(images, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
         times.append(time.perf_counter() - began)
-    return min(times) / evaluator.chunk
+    return min(times) / len(zeros)

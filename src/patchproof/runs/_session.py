@@ -22,6 +22,7 @@ from patchproof.defenses import Defense, assess, device_of
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
+from patchproof.runs._cost import require_memory
 from patchproof.runs._folder import (
     RunFolder,
     checked_prefix,
@@ -129,6 +130,7 @@ class Session:
         self.place = None if self.folder is None else RunFolder(Path(self.folder))
         if self.place is not None:
             self.place.require_free(resume=self.resume)
+        require_memory(self.defense)
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []
