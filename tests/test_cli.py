@@ -482,7 +482,9 @@ def test_a_dry_run_estimates_and_writes_nothing(capsys, monkeypatch):
     assert not Path("runs").exists()
     monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 10_000)
     assert certify("--masks", 20) == 2
-    assert_one_line(capsys.readouterr().err, r"144 masks make up to 10,440 masked copies .* GB are free; --masks 2 is the most")
+    assert_one_line(
+        capsys.readouterr().err, r"144 masks make up to 10,440 masked copies .* GB are free; --masks 2 is the most"
+    )
     assert not Path("runs").exists()
 
 
@@ -517,7 +519,9 @@ def test_predict_reads_an_image_from_standard_input(photos, checkpoint, capsys, 
 def test_help_has_a_heading_for_each_kind_of_flag(capsys):
     assert run(["certify", "--help"]) == 0
     shown = capsys.readouterr().out
-    places = [shown.index(f"─ {head} ─") for head in ("Network", "Threat and defence", "Images", "Run folder", "Common")]
+    places = [
+        shown.index(f"─ {head} ─") for head in ("Network", "Threat and defence", "Images", "Run folder", "Common")
+    ]
     assert shown.index("--masks") > 0
     assert len(set(places)) == 5
 
@@ -530,7 +534,7 @@ def test_what_needs_no_network_imports_no_torch(words):
     code = (
         "import sys, patchproof.cli\nsys.argv[1:] = sys.argv[1].split()\n"
         "try: patchproof.cli.main()\n"
-        "finally: sys.stderr.write(f'torch: {\"torch\" in sys.modules}, numpy: {\"numpy\" in sys.modules}')"
+        'finally: sys.stderr.write(f\'torch: {"torch" in sys.modules}, numpy: {"numpy" in sys.modules}\')'
     )
     done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True)
     assert done.stderr.endswith("torch: False, numpy: False"), done.stderr

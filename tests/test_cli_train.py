@@ -166,7 +166,11 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     assert train(data, "--output", "r", "--epochs", "1") == 0
     assert "chosen on pets, split validation; pets, split test is left to test" in capsys.readouterr().err
     recorded = content("r", "manifest")
-    assert [recorded["data"][kind]["split"] for kind in ("train", "validation", "test")] == ["train", "validation", "test"]
+    assert [recorded["data"][kind]["split"] for kind in ("train", "validation", "test")] == [
+        "train",
+        "validation",
+        "test",
+    ]
     assert recorded["remarks"] == []
     assert run(["report", "r"]) == 0
     assert "The best epoch is chosen on r: pets, split validation." in Path("r/report/index.html").read_text()
