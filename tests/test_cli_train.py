@@ -160,7 +160,7 @@ def test_validation_images_must_be_others_of_the_same_classes(data, capsys):
 
 
 def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, monkeypatch, capsys):
-    """With a test split of its own, nothing overlaps; without, the best checkpoint's number is said to be optimistic."""
+    """With a test split of its own, nothing overlaps; without, the best checkpoint's number is optimistic."""
     monkeypatch.setenv("COLUMNS", "200")
     data = two_classes(tmp_path / "pets", {"train": 14, "validation": 5, "test": 4})
     assert train(data, "--output", "r", "--epochs", "1") == 0
