@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from rich.text import Text
 
 import patchproof as pp
 from patchproof import runs
 from patchproof.cli import run
+from patchproof.cli._show import Console, RunBar
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
 from patchproof.types import Preprocessing
@@ -263,9 +266,14 @@ WRONG = [
     ("certify --model resnett18", "unknown model 'resnett18'.*nearest: resnet18"),
     ("certify --model small --weights none.pth", "no weight file none.pth"),
     ("certify --weights none.pth", "none.pth is no.* checkpoint folder; name the network it is for with --model"),
-    ("certify", "no classifier is named: give --weights, .* or --model"),
-    ("certify --model small", "small has no weights of its own: give --weights.* or `random` if you mean it"),
-    ("train --model small", "small has no weights of its own"),
+    (
+        "certify --model coatnet_0_224",
+        "coatnet_0_224 has no weights of its own: .* `random` if you mean it",
+    ),
+    ("train", "no network is named to train: give --weights, .* or --model"),
+    ("certify --limit 5.7", "Invalid value for --limit: it must be a whole number, not 5.7"),
+    ("certify --batch-size 2.5", "--batch-size: it must be a whole number or auto, not 2.5"),
+    ("train --epochs 1.9", "Invalid value for --epochs: it must be a whole number, not 1.9"),
     ("predict a.png --like nowhere --weights random", "no such image or folder: a.png"),
     ("certify --weights random --defense nope", "unknown defence `nope`; known are patchcleanser, alarm"),
     ("certify --weights random --defense alarm --exhaustive", "Unknown option: --exhaustive"),
@@ -432,3 +440,121 @@ def test_the_library_imports_without_the_command_lines_packages_or_any_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.stdout.strip() == "36 True", done.stderr
+
+
+# --- never mislead -------------------------------------------------------------------------------------------------
+
+
+def test_without_flags_the_embedded_network_answers_and_a_random_one_is_said_loudly(capsys):
+    """In the table, the results, the manifest and the report."""
+    assert certify("--limit", 20) == 0
+    (folder,), shown = Path("runs").iterdir(), " ".join(capsys.readouterr().out.split())
+    results = content(folder, "results")
+    assert results["certified"]["k"] >= 10  # hardened: a random one certifies hardly any image right
+    assert "the embedded demonstration network" in shown
+    assert content(folder, "manifest")["config"]["weights"] == "embedded"
+    assert certify("--weights", "random", "--limit", 3, "--output", "random") == 0
+    assert "random network: its weights were drawn at random" in " ".join(capsys.readouterr().out.split())
+    for run_folder, words in ((folder, "the embedded demonstration network"), (Path("random"), "random network")):
+        assert run(["report", str(run_folder), "--images", "0"]) == 0
+        assert words in (run_folder / "report" / "index.html").read_text()
+        assert words in content(run_folder, "manifest")["remarks"][0]
+    picture(3).save("a.png")
+    assert predict("a.png") == 0
+    assert "the embedded demonstration network" in " ".join(capsys.readouterr().out.split())
+
+
+def test_images_that_the_network_was_trained_on_are_said_beside_the_number(capsys):
+    assert certify("--split", "train", "--limit", 3, "--output", "r") == 0
+    assert "not held out: the network was trained on these very images" in " ".join(capsys.readouterr().out.split())
+
+
+# --- cost before commitment ----------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_estimates_and_writes_nothing(capsys, monkeypatch):
+    assert certify("--masks", 6, "--limit", 10, "--dry-run", "--json") == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["images"], cost["masks"]) == (10, 36)
+    assert (cost["fewest_passes"], cost["most_passes"]) == (360, 6660)
+    assert 0 < cost["fewest_seconds"] < cost["most_seconds"]
+    assert cost["peak_bytes"] > cost["table_bytes"] > 0
+    assert not Path("runs").exists()
+    monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 10_000)
+    assert certify("--masks", 20) == 2
+    assert_one_line(
+        capsys.readouterr().err, r"144 masks make up to 10,440 masked copies .* GB are free; --masks 2 is the most"
+    )
+    assert not Path("runs").exists()
+
+
+# --- for scripts ---------------------------------------------------------------------------------------------------
+
+
+def test_results_as_json_quiet_and_with_a_traceback(photos, checkpoint, capsys):
+    common = ("--dataset", photos, "--weights", checkpoint, "--output", "r")
+    assert certify(*common, "--json", "--quiet") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"folder": "r", **content("r", "results")}
+    assert shown.err == ""
+    assert not {"json", "quiet", "dry_run"} & set(content("r", "manifest")["config"])
+    for words in (["report", "r", "--images", "0"], ["ls", "datasets"], ["ls", "models", "resnet18*"], ["doctor"]):
+        assert run([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
+    with pytest.raises(pp.InputError, match="already holds a run"):
+        certify(*common, "--debug")
+
+
+def test_predict_reads_an_image_from_standard_input(photos, checkpoint, capsys, monkeypatch):
+    path = photos / "cat" / "0.png"
+    assert predict(path, "--weights", checkpoint, "--json") == 0
+    expected = json.loads(capsys.readouterr().out) | {"path": "-"}
+    monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": io.BytesIO(path.read_bytes())}))
+    assert predict("-", "--weights", checkpoint, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert predict("-", "--weights", checkpoint) == 1
+    assert_one_line(capsys.readouterr().err, "standard input: not an image")
+
+
+def test_help_has_a_heading_for_each_kind_of_flag(capsys):
+    assert run(["certify", "--help"]) == 0
+    shown = capsys.readouterr().out
+    places = [
+        shown.index(f"─ {head} ─") for head in ("Network", "Threat and defence", "Images", "Run folder", "Common")
+    ]
+    assert shown.index("--masks") > 0
+    assert len(set(places)) == 5
+
+
+# --- signs of life -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "certfy", "certify --modle x", "train --help"])
+def test_what_needs_no_network_imports_no_torch(words):
+    code = (
+        "import sys, patchproof.cli\nsys.argv[1:] = sys.argv[1].split()\n"
+        "try: patchproof.cli.main()\n"
+        'finally: sys.stderr.write(f\'torch: {"torch" in sys.modules}, numpy: {"numpy" in sys.modules}\')'
+    )
+    done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True)
+    assert done.stderr.endswith("torch: False, numpy: False"), done.stderr
+
+
+def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, checkpoint, capsys, monkeypatch):
+    common = ("--dataset", photos, "--weights", checkpoint, "--output", "r")
+    assert certify(*common) == 0
+    monkeypatch.setattr("patchproof.cli._setup.load_classifier", lambda *_, **__: pytest.fail("a network is loaded"))
+    capsys.readouterr()
+    assert certify(*common) == 2
+    assert_one_line(capsys.readouterr().err, "r already holds a run")
+
+
+def test_count_time_and_eta_are_readable_at_80_columns():
+    console = Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
+    bar = RunBar(console, "certify")
+    bar.begin(0, 3925)
+    bar.at(1234, "certified 61.3% · defended 88.8% · undefended 90.1%")
+    line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip("\n")
+    assert len(line) <= 80
+    assert "\n" not in line
+    assert re.search(r"certify .*1234/3925 0:00:00 left (-:--:--|\d:\d\d:\d\d) certified 61", line), line

@@ -151,6 +151,25 @@ def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(command
     assert content("killed", "results")["images"]["done"] == 48
 
 
+def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_path):
+    """So a kill loses at most one image."""
+    defense = pp.defense(
+        "patchcleanser", pp.load_checkpoint(checkpoint), pp.PatchThreat((28, 28), ((2, 2),)), per_axis=2
+    )
+    steps, lines = [], []
+
+    def seen(record):
+        lines.append(len((tmp_path / "r" / "records.jsonl").read_bytes().splitlines()) if record.index else 0)
+
+    plan = pp.AttackPlan(steps=3, restarts=1, places=1, target="undefended")
+    data = [pp.open_dataset("fashion-mini").load(index) for index in range(4)]
+    right = pp.predict(defense, data)
+    pairs = [(image, answer.label) for image, answer in zip(data, right, strict=True)]
+    pp.attack(defense, pairs, plan, folder=tmp_path / "r", on_record=seen, on_step=lambda *at: steps.append(at))
+    assert lines == [0, 1, 2, 3]
+    assert steps[:3] == [(1, 3), (2, 3), (3, 3)]
+
+
 # --- a broken certificate ------------------------------------------------------------------------------------------
 
 STARTLED = """

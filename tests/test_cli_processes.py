@@ -93,7 +93,7 @@ def test_one_of_two_killed_three_finish_it(commands, whole, tmp_path):
     wait_for_lines(path, 6)
     assert other.send(signal.SIGKILL)
     main.send(signal.SIGTERM)  # as the launcher does when one is gone
-    assert (main.wait(), other.wait()) == (1, -signal.SIGKILL)
+    assert (main.wait(), other.wait()) == (128 + signal.SIGTERM, -signal.SIGKILL)
     assert "continue with --resume" in main.complaint
     assert_begins(whole, path)
     again, _store = forked(commands, 3, "--output", "killed", "--resume")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_an_interrupted_resume_does_not_lose_the_log(data, tmp_path, monkeypatch
     before = losses("r")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert train(data, "--output", "r", "--resume") == 1
+        assert train(data, "--output", "r", "--resume") == 130
     assert losses("r") == before
 
 
@@ -156,6 +157,73 @@ def test_validation_images_must_be_others_of_the_same_classes(data, capsys):
     Image.new("L", (28, 28)).save(data / "val" / "zebra" / "0.png")
     assert train(data) == 2
     assert_one_line(capsys.readouterr().err, "1 classes to learn nothing about, e.g. zebra")
+
+
+def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, monkeypatch, capsys):
+    """With a test split of its own, nothing overlaps; without, the best checkpoint's number is optimistic."""
+    monkeypatch.setenv("COLUMNS", "200")
+    data = two_classes(tmp_path / "pets", {"train": 14, "validation": 5, "test": 4})
+    assert train(data, "--output", "r", "--epochs", "1") == 0
+    assert "chosen on pets, split validation; pets, split test is left to test" in capsys.readouterr().err
+    recorded = content("r", "manifest")
+    assert [recorded["data"][kind]["split"] for kind in ("train", "validation", "test")] == [
+        "train",
+        "validation",
+        "test",
+    ]
+    assert recorded["remarks"] == []
+    assert run(["report", "r"]) == 0
+    assert "The best epoch is chosen on r: pets, split validation." in Path("r/report/index.html").read_text()
+    for split, optimistic in (("test", False), ("validation", True)):
+        chosen = ["--weights", "r/checkpoint-best", "--dataset", str(data), "--split", split, "--output", split]
+        assert run(["certify", *chosen]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("optimistic: the checkpoint was chosen among the epochs" in shown) == optimistic
+        assert f"pets (split {split})" in shown
+    two = two_classes(tmp_path / "two", {"train": 14, "val": 5})
+    assert train(two, "--output", "s", "--epochs", "1") == 0
+    assert "these are also the images that certify tests" in capsys.readouterr().err
+    assert "checkpoint-best certifies on them is optimistic" in content("s", "manifest")["remarks"][0]
+
+
+def test_the_loss_of_an_epoch_is_its_mean(data, capsys):
+    assert train(data, "--output", "r") == 0
+    shown = [float(number) for number in re.findall(r"epoch \d: mean loss (\S+),", capsys.readouterr().err)]
+    found = losses("r")
+    sizes = [8, 8, 8, 4]  # 28 images
+    means = [sum(size * one for size, one in zip(sizes, part, strict=True)) / 28 for part in (found[:4], found[4:])]
+    assert shown == pytest.approx(means, abs=0.0006)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_stopped_by_a_signal_training_saves_the_step_and_goes_on_from_it(data, number, code):
+    whole = command(data, "--epochs", "30", "--schedule", "constant", "--output", "r")
+    process = subprocess.Popen([sys.executable, "-m", "patchproof", *whole], stderr=subprocess.PIPE, text=True)
+    log = Path("r/log.jsonl")
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 6):
+        time.sleep(0.005)
+    process.send_signal(number)
+    complaint = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert "stopped; what was finished is on disk, continue with --resume" in complaint
+    assert len(losses("r")) == json.loads(Path("r/checkpoint-last/training.json").read_text())["step"] < 120
+
+
+def test_a_finished_training_goes_on_with_more_epochs_where_its_schedule_allows(data, capsys):
+    constant = ("--schedule", "constant")
+    assert train(data, "--output", "three", "--epochs", "3", *constant) == 0
+    assert train(data, "--output", "r", "--epochs", "2", *constant) == 0
+    assert train(data, "--output", "r", "--epochs", "3", *constant, "--resume") == 0
+    assert (losses("r"), weights("r")) == (losses("three"), weights("three"))
+    assert content("r", "manifest")["steps"] == 12
+    assert train(data, "--output", "cosine", "--epochs", "1", "--schedule", "cosine") == 0
+    before = weights("cosine")
+    capsys.readouterr()
+    assert train(data, "--output", "cosine", "--epochs", "2", "--schedule", "cosine", "--resume") == 1
+    assert_one_line(last_line(capsys), "cannot go on to 2 epochs: with the schedule `cosine` .* another --output")
+    assert weights("cosine") == before
 
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchproof"]

@@ -324,16 +324,17 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_folders_with_splits(tmp_path: Path) -> None:
     root = tmp_path / "birds"
     class_folders(root / "train", ["a", "b"], per_class=3)
-    with pytest.raises(InputError, match="no split 'val'; choose one of: train"):
+    with pytest.raises(InputError, match="no split 'test'; choose one of: train"):
         open_dataset(str(root))
     with pytest.raises(InputError, match="no split 'val': it holds class folders itself; leave the split out"):
         open_dataset(str(root / "train"), split="val")
     class_folders(root / "test", ["a", "b"])
     splits = ("train", "val", "test", None)
     assert [open_dataset(str(root), split=s).split for s in splits] == ["train", "test", "test", "test"]
-    class_folders(root / "val", ["a", "b"])
-    assert [open_dataset(str(root), split=s).split for s in splits] == ["train", "val", "test", "val"]
-    with pytest.raises(InputError, match="no split 'extra'; choose one of: train, val, test"):
+    for name in ("valid", "validation", "val"):  # what there is of these chooses, and `test` is tested
+        class_folders(root / name, ["a", "b"])
+        assert [open_dataset(str(root), split=s).split for s in splits] == ["train", name, "test", "test"]
+    with pytest.raises(InputError, match="no split 'extra'; choose one of: train, val, validation, valid, test"):
         open_dataset(str(root), split="extra")
     with pytest.raises(InputError, match=r"holds data sets, not classes; choose one, e\.g\. .*birds"):
         open_dataset(str(tmp_path))

@@ -179,7 +179,7 @@ def test_every_image_of_the_run_has_the_findings_of_its_record(explorer, certifi
         assert torch.equal(explorer.masked(shown.pixels, masks), expected)
 
 
-@pytest.mark.parametrize("kind", [UNDEFENDED, DEFENDED])
+@pytest.mark.parametrize("kind", [UNDEFENDED, pytest.param(DEFENDED, marks=pytest.mark.slow)])
 def test_an_optimised_patch_is_one_of_the_threat_and_beats_noise(explorer, kind, monkeypatch):
     """It changes its own pixels alone, and no certified answer; the same seed makes the same patch."""
     monkeypatch.setattr(explorer_module, "ATTACK_SECONDS", 1e9)

@@ -105,8 +105,8 @@ def finish(commands: Server, job: Job, folder: Path) -> None:
 
 
 def refused(code: int, complaint: str, pattern: str) -> None:
-    """Exit code 1 or 2, and a last line that matches; never a traceback."""
-    assert code in (1, 2), complaint
+    """Exit code 1 or 2, or that of a signal, and a last line that matches; never a traceback."""
+    assert code in (1, 2, 130, 143), complaint
     assert "Traceback" not in complaint
     assert re.match(f"patchproof: .*({pattern})", complaint.splitlines()[-1]), complaint
 
@@ -153,7 +153,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_counted_twice(commands, job
             assert job.evidence(folder) == job.evidence(job.whole)
             folders += 1
         elif code != -number:  # before the handler is there, SIGTERM ends a process as SIGKILL does
-            assert (hit, number != signal.SIGKILL, code) == (True, True, 1), command.complaint
+            assert (hit, number != signal.SIGKILL, code) == (True, True, 128 + number), command.complaint
             refused(code, command.complaint, "stopped; what was finished is on disk, continue with --resume")
         if job.arguments[0] == "certify":
             assert job.progress(folder) >= before

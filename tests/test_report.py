@@ -394,12 +394,21 @@ def change_a_digit(folder: Path) -> None:
     path.write_text(path.read_text().replace('"images": "60 of 60"', '"images": "61 of 61"'))
 
 
+def enlarge_the_patch(folder: Path) -> None:
+    """Without its seal, the manifest would state a guarantee that nobody measured."""
+    path = folder / "manifest.json"
+    edited = json.loads(path.read_text().replace('"patch_sizes": [[5, 5]]', '"patch_sizes": [[9, 9]]'))
+    assert edited["identity"]["defense"]["patch_sizes"] == [[9, 9]]
+    path.write_text(json.dumps({key: value for key, value in edited.items() if key != "seal"}))
+
+
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "manifest.json").unlink(), r"manifest.json is missing, so what the run measured is not known; r"),
     (lambda f: (f / "manifest.json").write_text("[1"), r"manifest.json is damaged"),
     (lambda f: (f / "manifest.json").write_text("[1]"), r"manifest.json is damaged: no JSON object"),
     (lambda f: (f / "manifest.json").write_text('{"name": "an app"}'), r"manifest.json is not the manifest of a run"),
     (change_a_digit, r"manifest.json is damaged: not what was written; restore it from a copy, or make the run again"),
+    (enlarge_the_patch, r"manifest.json is damaged: not what was written"),
     (rewrite_manifest(schema=9), r"manifest.json has schema 9, this version reads 1; make the run again with it"),
     (rewrite_manifest(identity=3), r"manifest.json is not the manifest of a run"),
     (rewrite_manifest(data=[]), r"manifest.json is damaged \(TypeError"),
@@ -521,7 +530,9 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     assert command(["report", "runs"]) == 2
     assert "it has 1 run inside, e.g. runs/one" in " ".join(capsys.readouterr().err.split())
     assert command(["report"]) == 2
-    (tmp_path / "empty" / "manifest.json").write_text('{"command": "predict", "identity": {}, "schema": 1}')
+    (tmp_path / "empty" / "manifest.json").write_text(
+        json.dumps(sealed({"command": "predict", "identity": {}, "schema": 1}))
+    )
     with pytest.raises(InputError, match="holds a `predict` run, not one of certify, attack or train"):
         build_report([tmp_path / "empty"])
     assert not (tmp_path / "empty" / "report").exists()
@@ -584,3 +595,19 @@ def test_the_command_writes_beside_one_run_and_below_runs_for_several(folder, tm
 def test_a_gallery_of_an_impossible_size_is_refused(images):
     with pytest.raises(InputError, match=f"images must be 0 to 100 of each kind, not {images}"):
         Options(images=images)
+
+
+def test_ls_counts_the_records_and_says_what_contradicts_them(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    results = json.loads((folder / "results.json").read_text())
+    results["certified"]["k"] = 60
+    (folder / "results.json").write_text(json.dumps(results))
+    train = write_training(folder.parent / "t", epochs=2)
+    said = {"epoch": 1, "step": 10, "undefended": {"k": 50, "n": 50}, "certified": {"k": 50, "n": 50}}
+    (train / "results.json").write_text(json.dumps({"status": "complete", "seconds": 3.5, "epochs": [said]}))
+    assert command(["ls", "runs", str(folder.parent), "--json"]) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    counted = read_run(folder).rates["certified"]
+    assert rows[folder.name]["certified"] == f"{100 * counted.rate:.1f}%"
+    assert "results.json contradicts the records" in rows[folder.name]["status"]
+    assert "results.json and log.jsonl contradict each other about epoch 1" in rows["t"]["status"]

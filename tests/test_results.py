@@ -44,6 +44,7 @@ def read(*folders: Path) -> list:
     return [sys.modules["evidence_records"].result(folder, RESULTS) for folder in folders]
 
 
+@pytest.mark.slow
 def test_tables_and_documents_hold_what_the_records_say():
     """In a process of its own, without the types of all 457,164 records checked."""
     words = [sys.executable, str(ROOT / "scripts" / "rebuild.py"), "--check"]
@@ -67,6 +68,7 @@ def test_certified_with_both_mask_sets_is_what_a_plain_count_gives(name, experim
         assert rows[run].rstrip(" |").split("|")[-1].strip().startswith(f"{statistics.mean(fine):.1f}" if fine else "–")
 
 
+@pytest.mark.slow
 def test_every_curve_shows_all_its_points(rebuild):
     runs = [path for s in ("cutout", "greedy") for path in RESULTS.glob(f"imagenette/{s}-seed0/certify-3percent-*")]
     _, pictures = rebuild.build(read(*runs), [], [])

@@ -239,7 +239,7 @@ def test_what_is_written_to_on_the_way_is_not_scaled_and_odd_layers_are_converte
         assert torch.allclose(twin.network(images.bfloat16()).float(), odd(images), atol=0.1)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_a_hostile_scale_in_batch_normalisation_costs_little(generator, precision):
     """The same function, but in fp16 the output of its convolutions would overflow."""
     original = fitted_classifier().eval()

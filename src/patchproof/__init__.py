@@ -1,56 +1,25 @@
 """Make image classifiers provably resistant to adversarial patches, and measure the proof."""
 
-from patchproof.attacks import AttackPlan
-from patchproof.data import open_dataset
-from patchproof.defenses import (
-    DEFENSES,
-    Alarm,
-    Certificates,
-    Defense,
-    PatchCleanser,
-    defense,
-    two_mask_labels,
-)
-from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
-from patchproof.masking import Engine, Ensemble, check_classifier, occlude
-from patchproof.models import load_checkpoint, load_classifier
-from patchproof.runs import attack, certify, predict, train
-from patchproof.training import MaskingStrategy, Plan, masking_strategy
-from patchproof.types import CheckError, Classifier, InputError, Preprocessing
-from patchproof.version import __version__
+from __future__ import annotations
 
-__all__ = [
-    "DEFENSES",
-    "Alarm",
-    "AttackPlan",
-    "Certificates",
-    "CheckError",
-    "Classifier",
-    "Defense",
-    "Engine",
-    "Ensemble",
-    "InputError",
-    "MaskSet",
-    "MaskingStrategy",
-    "PatchCleanser",
-    "PatchThreat",
-    "Plan",
-    "Preprocessing",
-    "Rect",
-    "__version__",
-    "attack",
-    "certify",
-    "check_classifier",
-    "covering_masks",
-    "defense",
-    "load_checkpoint",
-    "load_classifier",
-    "masking_strategy",
-    "native_footprint",
-    "native_threat",
-    "occlude",
-    "open_dataset",
-    "predict",
-    "train",
-    "two_mask_labels",
-]
+from typing import TYPE_CHECKING, Any
+
+from patchproof.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from patchproof._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, with all that it needs imported now."""
+    from importlib import import_module
+
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("patchproof._public"), name)
+
+
+def __dir__() -> list[str]:
+    from patchproof import _public
+
+    return sorted({*globals(), *_public.__all__})

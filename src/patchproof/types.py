@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Classifier = Callable[[Tensor], Tensor]
+    Classifier = Callable[[Tensor], Tensor]
+else:  # torch takes seconds to import, and the errors below are needed at once
+    Classifier = Callable[[Any], Any]
 """[0, 1] images (b c h w) -> logits (b classes). An attribute `fill` (c floats) gives the mask colour, else 0.5."""
 
 Size = tuple[int, int]

@@ -1,7 +1,8 @@
 """White-box patch attacks: an upper bound on robust accuracy, to compare with the certified lower one."""
 
 from patchproof.attacks.base import Attack, Attacked, Patched, Undefended, attack_in_turn, image_generator
-from patchproof.attacks.gradient import AttackPlan, GradientAttack, Misclassify, defended_attacks, undefended_attacks
+from patchproof.attacks.gradient import GradientAttack, Misclassify, OnStep, defended_attacks, undefended_attacks
+from patchproof.settings import AttackPlan
 
 __all__ = [
     "Attack",
@@ -9,6 +10,7 @@ __all__ = [
     "Attacked",
     "GradientAttack",
     "Misclassify",
+    "OnStep",
     "Patched",
     "Undefended",
     "attack_in_turn",

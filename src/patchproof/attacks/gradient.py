@@ -5,9 +5,9 @@ And noise, for targets that say nothing of themselves; which attacks a classifie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,7 +27,8 @@ from patchproof.geometry import (
     mass_inside,
 )
 from patchproof.masking import Aim, CleanAnswers, Engine, Evaluator, Objective, Views, label_margin
-from patchproof.types import InputError, Size, require_one_of
+from patchproof.settings import AttackPlan
+from patchproof.types import Size
 
 LOOKS = 4
 """How often, in the course of its steps, a patch is shown to the target; an image that breaks is left alone then."""
@@ -37,44 +38,8 @@ CANDIDATES = 4
 
 MOMENTUM = 0.9
 
-PlaceSearch = Literal["gradient", "grid", "exhaustive"]
-AttackTarget = Literal["undefended", "defended", "both"]
-
-
-@dataclass(frozen=True)
-class AttackPlan:
-    """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`.
-
-    The first start is the image itself, the others are noise.
-    """
-
-    target: AttackTarget = "both"
-    """What to attack: the classifier alone, the defence, or both."""
-    steps: int = 40
-    """Gradient steps for each start at each place."""
-    restarts: int = 2
-    """Starts at each place: the image's own pixels, then noise."""
-    places: int = 4
-    """Places of the patch that are tried on each image."""
-    place_search: PlaceSearch = "gradient"
-    """Where to put it: where the input gradient is largest, evenly, or everywhere (then `places` does not matter)."""
-    step_size: float = 0.1
-    """Largest change of a pixel in one step; falls linearly to zero over the steps."""
-    only_certified: bool = False
-    """Attack the defence on certified images alone: all effort goes to disproving the certificate."""
-    seed: int = 0
-    """For the noise that patches start from."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "restarts", "places"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 < self.step_size <= 1:
-            raise InputError(f"step_size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
-        require_one_of("place_search", self.place_search, get_args(PlaceSearch))
-        require_one_of("target", self.target, get_args(AttackTarget))
-        if self.only_certified and self.target == "undefended":
-            raise InputError("only_certified is about the defence, and target `undefended` leaves it alone; drop one")
+OnStep = Callable[[int, int], None]
+"""Called after each step with its number and how many there are; the steps begin again for each group of places."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +76,11 @@ class GradientAttack(Attack):
         *,
         plan: AttackPlan | None = None,
         place: Rect | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         super().__init__(target, threat)
         self.evaluator, self.objective = evaluator, objective
-        self.plan, self.place = plan or AttackPlan(), place
+        self.plan, self.place, self.on_step = plan or AttackPlan(), place, on_step
 
     def search(
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
@@ -176,6 +142,8 @@ class GradientAttack(Attack):
             value, gradient = self.evaluator.gradient(candidates.images, labels, clean.views, aim, self.objective.loss)
             best.passes.index_add_(0, candidates.owner, aim.passes)
             candidates.step(gradient, self.plan.step_size * (1 - step / self.plan.steps))
+            if self.on_step is not None:
+                self.on_step(step + 1, self.plan.steps)
             if step + 1 in looks:
                 answer = self.target.predict(candidates.images)
                 best.judge(candidates, value, wrong_answers(self.target, answer, labels))
@@ -260,14 +228,18 @@ class NoiseAttack(Attack):
         return Patched(best, tuple(chosen), torch.zeros_like(labels), queries)
 
 
-def undefended_attacks(evaluator: Evaluator, threat: PatchThreat, plan: AttackPlan | None = None) -> list[Attack]:
+def undefended_attacks(
+    evaluator: Evaluator, threat: PatchThreat, plan: AttackPlan | None = None, *, on_step: OnStep | None = None
+) -> list[Attack]:
     """Against F alone: cross-entropy, then the margin."""
     target = Undefended(evaluator)
     objectives = Misclassify("cross-entropy"), Misclassify("margin")
-    return [GradientAttack(evaluator, target, threat, objective, plan=plan) for objective in objectives]
+    return [GradientAttack(evaluator, target, threat, each, plan=plan, on_step=on_step) for each in objectives]
 
 
-def defended_attacks(defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None) -> list[Attack]:
+def defended_attacks(
+    defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None, on_step: OnStep | None = None
+) -> list[Attack]:
     """Against a defence, adaptively where it says how it can fail (`objectives()`); through its classifier alone where
     it only has that; with noise where it has neither."""
     classifier = getattr(defense, "classifier", None)
@@ -275,4 +247,4 @@ def defended_attacks(defense: Any, plan: AttackPlan | None = None, *, engine: En
         return [NoiseAttack(defense, defense.threat, plan)]
     evaluator = Evaluator(classifier, engine or getattr(defense, "engine", None) or Engine())
     ways: Sequence[Objective] = defense.objectives() if hasattr(defense, "objectives") else (Misclassify("margin"),)
-    return [GradientAttack(evaluator, defense, defense.threat, objective, plan=plan) for objective in ways]
+    return [GradientAttack(evaluator, defense, defense.threat, each, plan=plan, on_step=on_step) for each in ways]

@@ -8,33 +8,26 @@ import logging
 import os
 import signal
 import sys
-import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
-import torch
-from cyclopts import App, CycloptsError, Parameter, default_name_transform
+from cyclopts import App, CycloptsError, Parameter, Token, default_name_transform
 from cyclopts.config import Dict
 from rich.markup import escape
 
-from patchproof.cli import _runs
-from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, with_defense
+from patchproof.cli._commands import COMMANDS
+from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, group_of, with_defense
 from patchproof.cli._show import Console
-from patchproof.cli._sources import find_flag, in_flags, known_settings, read_config_file
-from patchproof.cli.bench import bench
-from patchproof.cli.demo import demo
-from patchproof.cli.doctor import doctor
-from patchproof.cli.ls import ls
-from patchproof.cli.pages import explore, report
+from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
+from patchproof.cli._stop import STOP
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
-COMMANDS = (demo, _runs.train, _runs.certify, _runs.attack, _runs.predict, report, explore, bench, ls, doctor)
+RESUMABLE = ("certify", "attack", "train")
 
 
 def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
@@ -52,26 +45,49 @@ def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
         kind: Any = kinds.get(command.__name__)
         if kinds is SETTINGS and hasattr(kind, "defense"):
             kind = with_defense(kind, kind.defense)
-        app.command(command if kind is None else taking(command, kind), name=command.__name__)
+        app.command(taking(command, kind), name=command.__name__)
+    app.register_install_completion_command(help="Install completion for your shell (bash, zsh, fish), once.")
     return app
 
 
 def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     """The command with its settings as flags; what comes before them are its arguments."""
-    kind.__init__.__annotations__ = typing.get_type_hints(kind)  # fields come from modules with names of their own
+    hints = typing.get_type_hints(kind)  # fields come from modules with names of their own
+    whole = {name: hint for name, hint in hints.items() if int in (hint, *typing.get_args(hint))}
+    for name, hint in hints.items():
+        converter = whole_number if name in whole else None
+        hints[name] = Annotated[hint, Parameter(group=group_of(kind, name), converter=converter)]
+    kind.__init__.__annotations__ = kind.__annotations__ = hints
     signature = inspect.signature(command, eval_str=True)
     *places, last = signature.parameters.values()
     places = [place.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for place in places]
+    optional = [type(None) in typing.get_args(place.annotation) for place in places]
+    places = [place.replace(default=None) if may else place for place, may in zip(places, optional, strict=True)]
     flags = Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
     last = last.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=kind(), annotation=flags)
 
     @wraps(command)
     def call(*values: Any, settings: Any = last.default) -> int:
-        return command(*values, settings)
+        if "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
+            Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
+        return command(*values, *[None] * (len(places) - len(values)), settings)
 
     call.__signature__ = signature.replace(parameters=[*places, last])  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*places, last)}
     return call
+
+
+def whole_number(hint: Any, tokens: Sequence[Token]) -> Any:
+    """An integer as it was written; what cyclopts itself does rounds 2.5 silently."""
+    text = tokens[0].value
+    words = [word for part in typing.get_args(hint) for word in typing.get_args(part)]  # e.g. Literal["auto"]
+    if text in words:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        allowed = "".join(f" or {word}" for word in words)
+        raise ValueError(f"it must be a whole number{allowed}, not {text}") from None
 
 
 class Notes(logging.Handler):
@@ -83,10 +99,11 @@ class Notes(logging.Handler):
 
 
 def run(tokens: Sequence[str]) -> int:
-    """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage."""
-    tokens, kind = list(tokens), None
+    """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage, 128 + signal when stopped by one."""
+    tokens, kind = [STANDARD_INPUT if token == "-" else token for token in tokens], None
+    Console.silent = "--quiet" in tokens
     logger = logging.getLogger("patchproof")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)
     logger.handlers, logger.propagate = [Notes()], False
     try:
         kind, layers = _layers(tokens)
@@ -96,27 +113,39 @@ def run(tokens: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except (Exception, KeyboardInterrupt) as error:
         # A library may have lost the interrupt and raised something else for it.
-        interrupted = _stop_asked.is_set() or isinstance(error, KeyboardInterrupt)
-        if isinstance(error, BrokenPipeError) or (interrupted and os.environ.get("RANK", "0") != "0"):
-            return 1  # nobody listens, or the main one of several processes speaks
-        code, message = 1, str(error)
+        interrupted = STOP.asked is not None or isinstance(error, KeyboardInterrupt)
+        code, message = _complaint(error, tokens[:1], kind)
         if interrupted:
-            _hear_no_more()
-            message = "stopped; what was finished is on disk, continue with --resume"
-        elif isinstance(error, CycloptsError):
-            code = 2
-        elif isinstance(error, PatchproofError):
-            code, message = 2 if isinstance(error, InputError) else 1, in_flags(message, kind)
-        elif isinstance(error, torch.OutOfMemoryError):
-            message = "out of memory on the device; choose a smaller --batch-size"
-        elif isinstance(error, OSError):
-            what = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
-            message = f"{what}; what was finished is on disk, a run goes on with --resume"
-        else:
+            STOP.ignore_further()
+            code, message = 128 + (STOP.asked or signal.SIGINT), f"stopped{_go_on(tokens[:1])}"
+        if isinstance(error, BrokenPipeError) or (interrupted and os.environ.get("RANK", "0") != "0"):
+            return code  # nobody listens, or the main one of several processes speaks
+        if message is None or ("--debug" in tokens and not interrupted):
             raise
     one_line = escape(" ".join(message.split()))
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {one_line}")
+    Console(stderr=True, quiet=False, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {one_line}")
     return code
+
+
+def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | None) -> tuple[int, str | None]:
+    """Exit code and one line for what a user can put right; no line for a fault of the program."""
+    if isinstance(error, CycloptsError):
+        return 2, str(error)
+    if isinstance(error, PatchproofError):
+        return 2 if isinstance(error, InputError) else 1, in_flags(str(error), kind)
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return 1, "out of memory; choose a smaller --batch-size"
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return 1, f"{error.strerror or error}{where}{_go_on(command)}"
+    return 1, None
+
+
+def _go_on(command: Sequence[str]) -> str:
+    """Advice that fits the command."""
+    resumable = bool(command) and command[0] in RESUMABLE
+    return "; what was finished is on disk, continue with --resume" if resumable else ""
 
 
 def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
@@ -138,29 +167,13 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    STOP.listen()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII
     code = run(sys.argv[1:])
-    _hear_no_more()
+    STOP.ignore_further()
     sys.exit(code)
-
-
-_stop_asked = threading.Event()
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """A scheduler's stop ends a run as Ctrl-C does."""
-    _stop_asked.set()
-    raise KeyboardInterrupt
-
-
-def _hear_no_more() -> None:
-    """The command is ending: one more stop from a scheduler changes nothing."""
-    if signal.getsignal(signal.SIGTERM) is _stop:  # `main` asked for it
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 __all__ = ["build_app", "main", "run"]

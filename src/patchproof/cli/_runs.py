@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import logging
 import math
 import sys
 import time
@@ -13,12 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
 from rich.markup import escape
 
 from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._settings import (
-    AttackSettings,
     CertifySettings,
     PredictSettings,
     ThreatSettings,
@@ -27,35 +30,48 @@ from patchproof.cli._settings import (
     part,
     with_defense,
 )
-from patchproof.cli._setup import build_defense, choose_device, open_classifier, open_defense, open_source, run_folder
-from patchproof.cli._show import Console, RunBar, TrainingBar, new_table, percent, results_table, threat_words, visible
-from patchproof.cli._sources import in_flags, resolved
-from patchproof.data import ImageSource, open_dataset
+from patchproof.cli._setup import (
+    build_defense,
+    choose_device,
+    named_network,
+    open_classifier,
+    open_defense,
+    open_source,
+    run_folder,
+)
+from patchproof.cli._show import (
+    Console,
+    RunBar,
+    TrainingBar,
+    clock,
+    new_table,
+    percent,
+    remarks_text,
+    results_table,
+    threat_words,
+    visible,
+)
+from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
+from patchproof.cli._stop import STOP
+from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
-from patchproof.models import ImageClassifier, replace_head
+from patchproof.models import EMBEDDED, ImageClassifier, replace_head
 from patchproof.recipes import find_recipe
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
+
+PASSES_WORTH_A_WORD = 50_000
+"""A run that may take more says at its start how long that is."""
 
 PROMISE = (
     "Certified means: whatever one patch of at most {patch} is put anywhere on this very image, the answer {stays}. "
     "It does not say that the answer is right, nor that the image has not been patched already."
 )
-
-
-def certify(settings: CertifySettings) -> int:
-    """Count the images that provably keep their label under any patch, and write one record for each."""
-    return evaluate("certify", settings)
-
-
-def attack(settings: AttackSettings) -> int:
-    """Certify images and attack them with patches: accuracy under attack beside the provable one."""
-    return evaluate("attack", settings)
 
 
 def evaluate(command: str, settings: Any) -> int:
@@ -66,9 +82,12 @@ def evaluate(command: str, settings: Any) -> int:
         if executor.rank:
             time.sleep(SECONDS_FOR_MAIN)
         raise
-    if executor.rank:
+    if executor.rank or results is None:
         return 0
     stdout, content = Console(), results.content
+    if settings.json:
+        sys.stdout.write(json.dumps({"folder": str(results.folder), **content}) + "\n")
+        return 1 if content.get("broken") else 0
     stdout.print(results_table(content, title=title))
     for reason in content["partial"]:
         stdout.print(f"[yellow]partial:[/] {escape(in_flags(reason, None))}")
@@ -93,26 +112,49 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
     """The results of a certification or an attack, and what they are about."""
     with bar.progress:
         plan = (part(settings, AttackPlan),) if command == "attack" else ()
+        model, weights = named_network(settings)
+        settings = replace(settings, model=settings.model or (model if weights == EMBEDDED else None), weights=weights)
         source = open_source(settings)
+        folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
+        count, cost = len(spread_indices(source, settings.limit)), None
+        if settings.dry_run or count * defense.most_passes > PASSES_WORTH_A_WORD:
+            cost = runs.estimate_cost(defense, count)
+        if cost is not None and settings.dry_run:
+            text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
+            sys.stdout.write(text)
+            return None, ""
+        if cost is not None and bar.shown:
+            logging.getLogger("patchproof").info(cost_words(cost))
         call: Any = runs.attack if plan else runs.certify
         results = call(
             defense,
             source,
             *plan,
-            folder=run_folder(command, settings, source, defense.classifier.architecture),
+            folder=folder,
             config=resolved(settings),
             executor=executor,
             on_start=bar.start,
             on_record=bar.add,
+            **({"on_step": bar.step} if plan else {}),
             **chosen(settings, "resume", "limit", "workers", "skip_bad"),
         )
-    return results, threat_words(source.name, defense)
+    return results, threat_words(source, defense)
+
+
+def cost_words(cost: runs.Cost) -> str:
+    return (
+        f"{cost.images:,} images with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
+        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
+        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
+    )
 
 
 def predict(images: list[Path], settings: PredictSettings) -> int:
-    """Answer image files, or all images below folders, through a defence, and say which answers are certified."""
-    files = [file for path in images for file in runs.image_files(path)]
+    """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
+    files: list[Any] = []
+    for path in images:
+        files += [standard_input()] if str(path) == STANDARD_INPUT else runs.image_files(path)
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     defense = defense_for(settings, classifier)
@@ -138,6 +180,16 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     if good and not settings.json:
         show_predictions(good, settings, classifier)
     return 0 if len(good) == len(files) else 1
+
+
+def standard_input() -> Image.Image:
+    """The image of `predict -`."""
+    try:
+        picture = decode(io.BytesIO(sys.stdin.buffer.read()))
+    except BadImageError as error:
+        raise CheckError(f"standard input: {error.reason}") from error
+    picture.filename = "-"  # type: ignore[attr-defined]
+    return picture
 
 
 def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:
@@ -169,6 +221,7 @@ def show_predictions(
 ) -> None:
     console, remarks = Console(), list(answers[0].remarks)
     table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
+    table.caption = remarks_text(runs.network_remarks(classifier))
     for found in answers:
         certified = "[bold green]yes[/]" if found.certified else "no"
         margin = "–" if found.margin is None else f"{found.margin:.3f}"
@@ -191,17 +244,19 @@ def show_predictions(
 
 
 def train(settings: TrainSettings) -> int:
-    """Fine-tune on masked copies, validate and save after each epoch; a killed run goes on with --resume."""
+    """The best epoch and where everything is; for a recipe, the certifications that belong to it."""
     console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
-    if main:
+    if main and settings.json:
+        sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
+    elif main:
         best = results["best"]
         console.print(
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
             f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images (3×3 masks)"
         )
         console.print(f"checkpoints and log: {escape(str(folder))}", soft_wrap=True)
-        if settings.recipe:
-            certify_recipe(settings, folder, console)
+    if main and settings.recipe:
+        certify_recipe(settings, folder, console)
     return 0
 
 
@@ -216,14 +271,18 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
         raise InputError(f"--track {tracker} needs a package that is not installed: pip install 'patchproof[track]'")
     plan: Plan = part(settings, Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)
-    source, held_out = open_sources(settings)
+    if settings.model is None and settings.weights is None:
+        raise InputError("no network is named to train: give --weights, e.g. a checkpoint folder, or --model")
+    source, held_out, tested = open_sources(settings)
+    folder = run_folder("train", settings, source)
     classifier = open_classifier(settings, source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
-    folder = run_folder("train", settings, source, classifier.architecture)
     bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
     def started(trainer: Any) -> None:
+        if accelerator.is_main_process:
+            console.print(escape(selection_words(source, held_out, tested)), soft_wrap=True, highlight=False)
         if tracker is not None:
             accelerator.project_configuration.set_directories(str(folder))
             accelerator.init_trackers("tracking")
@@ -232,18 +291,22 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     def stepped(report: Any) -> None:
         accelerator.log({"loss": report.loss, "learning_rate": report.learning_rate}, step=report.step)
         bar.add(report)
+        asked = torch.tensor(float(STOP.asked is not None), device=accelerator.device)
+        if bool(accelerator.reduce(asked, "sum")):  # all processes stop after the same step; `runs.train` saves it
+            raise KeyboardInterrupt
 
     def finished(report: Any, epoch: Any) -> None:
         accelerator.log({f"validation/{k}": rate.rate for k, rate in epoch.rates.items()}, step=report.step)
         rates = ", ".join(f"{name} {percent(rate.rate)}" for name, rate in epoch.rates.items())
-        console.print(f"epoch {epoch.epoch}: loss {report.loss:.3f}, {rates}", highlight=False)
+        console.print(f"epoch {epoch.epoch}: mean loss {epoch.loss:.3f}, {rates}", highlight=False)
 
-    with bar.progress:
+    with bar.progress, STOP.patiently():
         found = runs.train(
             classifier,
             source,
             plan,
             validation=held_out,
+            test=tested,
             folder=folder,
             config=resolved(settings),
             accelerator=accelerator,
@@ -255,15 +318,18 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     return folder, found.results, accelerator.is_main_process
 
 
-def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource]:
-    """The images to learn from and, never the same, those to validate on."""
+def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, ImageSource]:
+    """The images to learn from; never the same, those that choose the best epoch; and those that `certify` takes."""
     folder = Path(settings.dataset)
     if not (settings.split or settings.validation) and folder.is_dir() and not (folder / "train").is_dir():
         raise InputError(
             f"{folder} has no folder `train`; if it holds the classes itself, name others with --validation FOLDER"
         )
     source = open_source(replace(settings, split=settings.split or (None if settings.validation else "train")))
-    held_out = open_dataset(settings.validation) if settings.validation else open_source(replace(settings, split=None))
+    if settings.validation:
+        held_out = tested = open_dataset(settings.validation)
+    else:
+        held_out, tested = (open_source(replace(settings, split=split)) for split in ("val", None))
     here, there = (getattr(images, "root", None) for images in (source, held_out))
     same = (source.name, source.split) == (held_out.name, held_out.split)
     if here is not None and there is not None:
@@ -273,7 +339,17 @@ def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource]:
     unknown = sorted(set(held_out.class_names) - set(source.class_names))
     if unknown:
         raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
-    return source, held_out
+    return source, held_out, tested
+
+
+def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSource) -> str:
+    """Which images are learned from, choose the best epoch, and are tested."""
+    train, chosen, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
+    same = held_out.listing_sha256() == tested.listing_sha256()
+    overlap = "; these are also the images that certify tests: checkpoint-best is not independent of them"
+    return (
+        f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else f'; {test} is left to test'}"
+    )
 
 
 def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> None:
@@ -292,6 +368,11 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
         }
         bar = RunBar(Console(stderr=True), "certify")
         results, title = certified("certify", kind(**values), bar, runs.InProcess())  # the other processes have left
+        if settings.json:
+            sys.stdout.write(
+                json.dumps({"folder": str(results.folder), "paper": asdict(expected), **results.content}) + "\n"
+            )
+            continue
         console.print(results_table(results.content, title=title))
         clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
         console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

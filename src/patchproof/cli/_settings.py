@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from patchproof.attacks import AttackPlan
-from patchproof.defenses import DEFENSES, PatchCleanser
-from patchproof.masking import Engine
-from patchproof.training import Plan
+from patchproof.settings import DEFENSE_OPTIONS, AttackPlan, Engine, TrainingSettings
 from patchproof.types import InputError, PrecisionChoice
 
 FLAGS = {"per_axis": "masks"}
 """Flags that have another name than the parameter they set."""
 
+GROUPS = {
+    "ModelSettings": "Network",
+    "ThreatSettings": "Threat and defence",
+    "DataSettings": "Images",
+    "OutputSettings": "Run folder",
+    "Engine": "Computation",
+    "TrainingSettings": "Training",
+    "AttackPlan": "Attack",
+    "CommonSettings": "Common",
+}
+"""Headings in `--help`."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class FileSettings:
-    """Settings from a file."""
+class CommonSettings:
+    """What every command can be told."""
 
     config: Path | None = None
     """A YAML file with any of these settings; flags win over it."""
+    json: bool = False
+    """Results as JSON on standard output instead of a table."""
+    quiet: bool = False
+    """Results and errors only: no progress, no notes."""
+    verbose: bool = False
+    """Say more about what is being done."""
+    debug: bool = False
+    """Show where in the program an error arose (traceback)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +50,8 @@ class ModelSettings:
     model: str | None = None
     """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's."""
     weights: str | None = None
-    """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, or `random`;
-    default: what the model is known to have."""
+    """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
+    `random`; default: what the model is known to have, without a model the embedded demonstration network."""
     image_size: str | None = None
     """Network input, `224` or `224x320` (height x width); default: what the model was built for."""
     device: str = "auto"
@@ -50,7 +68,7 @@ class ThreatSettings:
     """Largest patch: `3%`, `39px` or `20x60px` (height x width); several allowed sizes with commas."""
     threat_space: Literal["input", "native"] = "input"
     """Where the patch is measured: at the network input, as in the literature, or on the original image."""
-    defense: str = PatchCleanser.name
+    defense: str = "patchcleanser"
     """Which defence (`patchproof ls defenses`); its options become flags of this command."""
 
 
@@ -63,7 +81,7 @@ class DataSettings:
     data_dir: Path | None = None
     """Folder of the named data sets."""
     split: str | None = None
-    """Default: the data set's own evaluation split."""
+    """Default: the data set's evaluation split, of a folder `test`, where there is none `val`; training: `train`."""
     download: bool = False
     """Fetch the data set into --data-dir if it is not there and torchvision can."""
     limit: int | None = None
@@ -97,8 +115,11 @@ class EngineSettings(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifySettings(FileSettings, OutputSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
+class CertifySettings(CommonSettings, OutputSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
     """`patchproof certify`."""
+
+    dry_run: bool = False
+    """Only estimate passes, time and memory, from a few timed passes; nothing is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +128,13 @@ class AttackSettings(AttackPlan, CertifySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictSettings(FileSettings, EngineSettings, ThreatSettings, ModelSettings):
+class PredictSettings(CommonSettings, EngineSettings, ThreatSettings, ModelSettings):
     like: Path | None = None
     """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
-    json: bool = False
-    """One JSON object per line instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(FileSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
+class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
     """`patchproof bench`."""
 
     limit: int | None = 64
@@ -136,13 +155,14 @@ class BenchSettings(FileSettings, DataSettings, EngineSettings, ThreatSettings, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings(FileSettings, OutputSettings, Plan, DataSettings, ModelSettings):
+class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettings, ModelSettings):
     strategy: str = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
     recipe: str | None = None
     """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
     validation: str | None = None
-    """Folder of class folders to validate on; default: the data set's evaluation split."""
+    """Folder of class folders that choose the best epoch; default: the data set's split `val` (or `validation`,
+    `valid`), where there is none `test`."""
     checkpoint_minutes: float = 10.0
     """Besides the end of each epoch, save a checkpoint this often."""
     keep_decoded: bool = False
@@ -152,7 +172,7 @@ class TrainSettings(FileSettings, OutputSettings, Plan, DataSettings, ModelSetti
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings(FileSettings):
+class DemoSettings(CommonSettings):
     output: Path | None = None
     """Folder for everything the demo makes; default: runs/demo, or the next free number."""
     epochs: int = 3
@@ -166,7 +186,7 @@ class DemoSettings(FileSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportSettings(FileSettings):
+class ReportSettings(CommonSettings):
     output: Path | None = None
     """Folder of the report; default: `report` inside a single run, for several runs/report-… ."""
     dataset: str | None = None
@@ -182,7 +202,7 @@ class ReportSettings(FileSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExploreSettings(FileSettings):
+class ExploreSettings(CommonSettings):
     patch: str | None = None
     """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
     per_axis: int | None = None
@@ -207,14 +227,41 @@ class ExploreSettings(FileSettings):
     """Open the page in the browser."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LsSettings(CommonSettings):
+    """`patchproof ls`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(CommonSettings):
+    """`patchproof doctor`."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
+
+
 @cache
 def with_defense(kind: Any, name: str) -> Any:
     """The settings of a command with the options of that defence."""
-    if name not in DEFENSES:
-        raise InputError(f"unknown defence `{name}`; known are {', '.join(DEFENSES)}")
-    options = DEFENSES[name].options
+    options = DEFENSE_OPTIONS.get(name)
+    if options is None:
+        from patchproof.defenses import DEFENSES
+
+        if name not in DEFENSES:
+            raise InputError(f"unknown defence `{name}`; known are {', '.join(DEFENSES)}")
+        options = DEFENSES[name].options
     made = type(kind.__name__, (kind, options), {"__doc__": kind.__doc__, "__module__": __name__})
     return dataclass(frozen=True, kw_only=True)(made)
+
+
+def group_of(kind: type[Any], name: str) -> str:
+    """The heading under which `--help` shows a flag: that of the class which brings it in."""
+    for owner in reversed(kind.__mro__):
+        if name in inspect.get_annotations(owner):
+            return GROUPS.get(
+                owner.__name__, f"Options of this {'defence' if 'Options' in owner.__name__ else 'command'}"
+            )
+    raise KeyError(name)
 
 
 def part(settings: Any, kind: type[Any]) -> Any:
@@ -236,5 +283,7 @@ SETTINGS: dict[str, type[Any]] = {
     "demo": DemoSettings,
     "report": ReportSettings,
     "explore": ExploreSettings,
+    "ls": LsSettings,
+    "doctor": DoctorSettings,
 }
 """Commands and their settings."""

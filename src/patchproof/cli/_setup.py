@@ -15,8 +15,8 @@ from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
 from patchproof.masking import Engine
-from patchproof.models import ImageClassifier, checkpoint_architecture, known_weights, load_classifier
-from patchproof.runs import local_rank, preprocessing_for
+from patchproof.models import EMBEDDED, ImageClassifier, checkpoint_architecture, known_weights, load_classifier
+from patchproof.runs import RunFolder, local_rank, preprocessing_for
 from patchproof.types import InputError, Size
 
 
@@ -36,28 +36,30 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> ImageClassifier:
-    """The classifier of --model and --weights, on --device, at --image-size if given; random weights get these classes.
-
-    Weights are never random unless asked for.
-    """
+def named_network(settings: ModelSettings) -> tuple[str, str]:
+    """--model and --weights, or their defaults, never random ones; nothing is loaded."""
     if settings.weights == "" or settings.model == "":
         raise InputError("--model and --weights cannot be empty; leave them out for the default")
-    if not 0 <= settings.seed < 2**63:
-        raise InputError(f"--seed must be in [0, 2^63), not {settings.seed}")
-    device = choose_device(settings.device)
-    model = settings.model or (settings.weights and checkpoint_architecture(Path(settings.weights))) or None
+    if settings.weights is None and settings.model is None:
+        return "small", EMBEDDED
+    own = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}.get(settings.weights or "")
+    model = settings.model or own or checkpoint_architecture(Path(str(settings.weights)))
     if model is None:
-        if settings.weights is None:
-            raise InputError("no classifier is named: give --weights, e.g. a checkpoint folder, or --model")
-        if settings.weights not in ("random", "zoo"):
-            raise InputError(f"{settings.weights} is no checkpoint folder; name the network it is for with --model")
-        model = "small" if settings.weights == "random" else "tf_efficientnet_lite0"
+        raise InputError(f"{settings.weights} is no checkpoint folder; name the network it is for with --model")
     weights = settings.weights or known_weights(model)
     if weights is None:
         raise InputError(
             f"{model} has no weights of its own: give --weights a checkpoint folder or file, or `random` if you mean it"
         )
+    return model, weights
+
+
+def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> ImageClassifier:
+    """The classifier of --model and --weights, on --device, at --image-size if given; random weights get these
+    classes."""
+    if not 0 <= settings.seed < 2**63:
+        raise InputError(f"--seed must be in [0, 2^63), not {settings.seed}")
+    device, (model, weights) = choose_device(settings.device), named_network(settings)
     names = class_names if weights == "random" else None
     size = parse_size(settings.image_size) if settings.image_size else None
     classifier = load_classifier(model, weights, class_names=names, input_size=size, seed=settings.seed)
@@ -99,19 +101,24 @@ def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource)
     return build_defense(settings, classifier, low_resolution=source.low_resolution, native=native)
 
 
-def run_folder(command: str, settings: Any, source: ImageSource, architecture: str) -> Path:
-    """--output, or below runs/ a name made of the settings."""
-    if settings.output is not None:
-        return Path(settings.output)
-    name = f"{command}-{source.name}-{architecture}-"
+def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
+    """--output, or below runs/ a name made of the settings; refused where a run is that is not to be resumed."""
+    path = _named_folder(command, settings, source) if settings.output is None else Path(settings.output)
+    if not local_rank():
+        RunFolder(path).require_free(resume=settings.resume)
+    return path
+
+
+def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
+    model, weights = named_network(settings)
+    name = f"{command}-{source.name}-{model}-"
     if command == "train":
         limit = f"-first{settings.limit}" if settings.limit else ""
         name += f"{settings.strategy}-seed{settings.seed}{limit}"
     else:
-        weights = Path(settings.weights or known_weights(architecture) or "").name
         masks = f"-{settings.per_axis}x{settings.per_axis}" if hasattr(settings, "per_axis") else ""
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
         space = "-native" if settings.threat_space == "native" else ""
         limit = f"-{settings.limit}images" if settings.limit else ""
-        name += f"{weights}-{settings.patch}{masks}{kind}{space}{limit}"
+        name += f"{Path(weights).name}-{settings.patch}{masks}{kind}{space}{limit}"
     return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

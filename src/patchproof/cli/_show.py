@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import rich.console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from patchproof.geometry import size_words
-from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally
-
 if TYPE_CHECKING:
+    from patchproof.runs import Rate, Record, Tally
     from patchproof.training.loop import StepReport, Trainer
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -36,8 +34,15 @@ DETECTION = {
 class Console(rich.console.Console):
     """Rich's, but a string shows its control characters and its bytes that are no text as `\\x1b` and `\\udcff`.
 
-    File names, class names and what a checkpoint says of itself may come from anybody.
+    File names, class names and what a checkpoint says of itself may come from anybody. While all is `silent`, standard
+    error shows nothing.
     """
+
+    silent: ClassVar[bool] = False
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("quiet", self.silent and options.get("stderr", False))
+        super().__init__(**options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
@@ -57,12 +62,15 @@ def interval_text(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
-def threat_words(data: str, defense: Any) -> str:
+def threat_words(source: Any, defense: Any) -> str:
+    from patchproof.geometry import size_words
+
     masks = getattr(defense, "masks", None)
     words = "" if masks is None else f", {len(masks.axes[0])}×{len(masks.axes[1])} masks"
     return (
-        f"{defense.classifier.architecture} on {data}, {defense.name} ({defense.guarantee}): one patch of "
-        f"{size_words(*defense.threat.patch_sizes)} pixels anywhere on {size_words(defense.threat.image_size)}{words}"
+        f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
+        f"({defense.guarantee}): one patch of {size_words(*defense.threat.patch_sizes)} pixels anywhere on "
+        f"{size_words(defense.threat.image_size)}{words}"
     )
 
 
@@ -75,11 +83,26 @@ def new_table(*columns: str, numbers: Sequence[str] = (), title: str | None = No
     return table
 
 
+def table_values(table: Table) -> list[dict[str, str]]:
+    """The rows of a table for programs: column -> text."""
+    heads = [str(column.header) for column in table.columns]
+    cells = [[Text.from_markup(str(cell)).plain for cell in column.cells] for column in table.columns]
+    return [dict(zip(heads, row, strict=True)) for row in zip(*cells, strict=True)]
+
+
+def remarks_text(remarks: Sequence[str]) -> Text | None:
+    """What must be known of the network, for the foot of a table."""
+    return Text("; ".join(map(visible, remarks)), style="bold yellow not italic", justify="left") if remarks else None
+
+
 def results_table(results: Mapping[str, Any], *, title: str) -> Table:
     """The accuracies of a results.json, each as k of n with its interval."""
+    from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate
+
     meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
     numbers = "images", "rate", "95% interval"
     table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
+    table.caption = remarks_text(results["remarks"])
     for name in ATTACK_ACCURACIES if "broken" in results else ACCURACIES:
         rate = Rate(results[name]["k"], results[name]["n"])
         if rate.n:
@@ -90,47 +113,71 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
 
 
 class Bar:
-    """How far, how long, how much longer, and what has been found so far; without a terminal, a line now and then."""
+    """How far, how long, how much longer, and what has been found so far; without a terminal, a line now and then.
+
+    Where the line is too narrow, what has been found is cut off, and nothing else.
+    """
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
-        self.console, self.in_lines = console, shown and not console.is_terminal
-        self.last_line, self.total = time.monotonic(), 0
+        self.console, self.shown, self.in_lines = console, shown, shown and not console.is_terminal
+        self.last_line = self.began = time.monotonic()
+        self.done = self.before = self.total = 0
+
+        def whole() -> Column:
+            return Column(no_wrap=True)
+
         self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("[bold]{task.description}", table_column=whole()),
+            BarColumn(bar_width=10, table_column=whole()),
+            MofNCompleteColumn(table_column=whole()),
+            TimeElapsedColumn(table_column=whole()),
+            TextColumn("left", table_column=whole()),
+            TimeRemainingColumn(elapsed_when_finished=False, table_column=whole()),
+            TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            expand=True,
             console=console,
             disable=not (shown and console.is_terminal),
         )
         self.task = self.progress.add_task(verb, total=None, words="")
 
     def begin(self, done: int, total: int) -> None:
-        self.total = total
+        self.done = self.before = done
+        self.total, self.began = total, time.monotonic()
         self.progress.reset(self.task, total=total, completed=done, words="")
 
     def at(self, done: int, words: str) -> None:
+        self.done, now = done, time.monotonic()
         self.progress.update(self.task, completed=done, words=words)
-        if self.in_lines and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
-            self.console.print(f"{done}/{self.total}  {words}", highlight=False)
-            self.last_line = time.monotonic()
+        if self.in_lines and now - self.last_line > SECONDS_BETWEEN_LINES:
+            passed, here = now - self.began, done - self.before
+            left = f", {clock(passed / here * (self.total - done))} left" if here else ""
+            self.console.print(f"{done}/{self.total}  {clock(passed)}{left}  {words}", highlight=False, soft_wrap=True)
+            self.last_line = now
+
+
+def clock(seconds: float) -> str:
+    """0:07:32."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class RunBar(Bar):
     """The accuracies of a certification or an attack so far."""
 
     tally: Tally
+    words = ""
 
     def start(self, tally: Tally, total: int) -> None:
         self.tally = tally
         self.begin(tally.done, total)
 
     def add(self, record: Record) -> None:
-        rates = self.tally.rates().items()
-        self.at(self.tally.done, " · ".join(f"{name} {percent(rate.rate)}" for name, rate in rates if rate.n))
+        self.words = " · ".join(f"{name} {percent(r.rate)}" for name, r in reversed(self.tally.rates().items()) if r.n)
+        self.at(self.tally.done, self.words)
+
+    def step(self, step: int, steps: int) -> None:
+        """One step of an attack on the images that come next."""
+        self.at(self.tally.done, f"step {step}/{steps} · {self.words}")
 
 
 class TrainingBar(Bar):
@@ -141,7 +188,7 @@ class TrainingBar(Bar):
     search = images = 0.0
 
     def start(self, trainer: Trainer) -> None:
-        self.trainer, self.began = trainer, time.monotonic()
+        self.trainer = trainer
         self.begin(trainer.step, trainer.total_steps)
 
     def add(self, report: StepReport) -> None:
@@ -150,7 +197,7 @@ class TrainingBar(Bar):
         self.loss = report.loss if self.loss is None else 0.95 * self.loss + 0.05 * report.loss
         elapsed = time.monotonic() - self.began  # waiting for images included
         words = (
-            f"epoch {report.epoch + 1}/{self.trainer.plan.epochs} · loss {self.loss:.3f} · "
+            f"epoch {report.epoch + 1}/{self.trainer.plan.epochs} · loss {self.loss:.2f} · "
             f"{self.images / elapsed:.0f} images/s · search {100 * self.search / elapsed:.0f}% of the time"
         )
         self.at(report.step, words)

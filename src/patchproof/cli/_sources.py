@@ -15,8 +15,16 @@ from patchproof.cli._settings import FLAGS
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
+STANDARD_INPUT = "/dev/stdin"
+"""What `-` becomes, which the parser would take for a flag; a word like any other where there is no such file."""
+
+UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run")
+"""Settings that say how a run was begun or is shown, not what it is."""
 
 PHRASES = {
+    "continued: patch_sizes was": "continued: --patch differs: patch_sizes was",
+    "continued: masks was": "continued: --masks differs: masks was",
+    "continued: images was": "continued: --limit or the data differ: images was",
     "in another folder": "with another --output",
     "another folder": "another --output",
     "resume to continue": "continue with --resume",
@@ -66,7 +74,7 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
 
 def resolved(config: Any) -> dict[str, Any]:
     """The settings as they are saved: plain values, without those that say how a run was begun."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("config", "resume")}
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in UNRECORDED}
     return {FLAGS.get(k, k): str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +13,9 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from patchproof.cli._settings import DoctorSettings
 from patchproof.cli._setup import choose_device
-from patchproof.cli._show import Console, new_table
+from patchproof.cli._show import Console, new_table, table_values
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks
@@ -29,15 +32,8 @@ EXTRAS = {
 THREAT = PatchThreat.square(image_size=(28, 28), percent=3)
 
 
-def doctor(*, device: str = "auto") -> int:
-    """Check the installation: versions, devices, embedded data, extras, and a certification done two ways.
-
-    Parameters
-    ----------
-    device
-        `cpu`, `cuda`, `cuda:1`, `mps`, or `auto`.
-    """
-    chosen = choose_device(device)
+def doctor(settings: DoctorSettings) -> int:
+    chosen = choose_device(settings.device)
     table = new_table("check", "result")
     for name, version in versions().items():
         table.add_row(name, version)
@@ -58,7 +54,10 @@ def doctor(*, device: str = "auto") -> int:
         except Exception as error:  # a doctor reports whatever goes wrong and goes on
             table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
             failed = 1
-    Console().print(table)
+    if settings.json:
+        sys.stdout.write(json.dumps({"failed": bool(failed), "checks": table_values(table)}) + "\n")
+    else:
+        Console().print(table)
     return failed
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from patchproof.cli._settings import FLAGS
-from patchproof.cli._show import Console, interval_text, new_table, percent
+from patchproof.cli._settings import FLAGS, LsSettings
+from patchproof.cli._show import Console, interval_text, new_table, percent, table_values
 from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
@@ -29,40 +31,31 @@ DATASET_WORDS = {
 }
 
 
-What = Literal["models", "datasets", "defenses", "strategies", "recipes", "runs"]
-
-
-def ls(what: What = "runs", pattern: str = "", /) -> int:
-    """List models, data sets, defences, masking strategies, the paper's recipes, or the runs below a folder.
-
-    Parameters
-    ----------
-    what
-        What to list.
-    pattern
-        For models and recipes a wildcard such as `vit*`, for runs the folder to look below (default: runs).
-    """
-    console = Console()
+def ls(what: str, pattern: str, settings: LsSettings) -> int:
     if what == "models":
         names = list_models(pattern)
         if not names:
             raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
-        for name in names:
-            console.print(name, highlight=False)
+        shown: Any = names
     elif what == "recipes":
-        console.print(recipes_table(pattern))
+        shown = recipes_table(pattern)
     elif what == "runs":
-        console.print(runs_table(Path(pattern or "runs")))
+        shown = runs_table(Path(pattern or "runs"))
     else:
         title, rows = {
             "datasets": ("data set", {name: DATASET_WORDS[name] for name in DATASETS}),
             "defenses": ("defence", {name: defense_words(entry) for name, entry in DEFENSES.items()}),
             "strategies": ("strategy", {name: entry.words for name, entry in STRATEGIES.items()}),
         }[what]
-        table = new_table(title, "what it is")
+        shown = new_table(title, "what it is")
         for row in rows.items():
-            table.add_row(*map(escape, row))
-        console.print(table)
+            shown.add_row(*map(escape, row))
+    if settings.json:
+        sys.stdout.write(json.dumps(shown if isinstance(shown, list) else table_values(shown)) + "\n")
+        return 0
+    console = Console()
+    for one in shown if isinstance(shown, list) else [shown]:
+        console.print(one, highlight=None if isinstance(one, Table) else False)
     return 0
 
 
@@ -109,7 +102,8 @@ def _run_row(folder: Path) -> list[str]:
         if best is None:
             return [*nothing, "training stopped"]
         rates = percent(best.undefended.rate), "", percent(best.certified.rate)
-        return [str(best.certified.n), *rates, interval_text(best.certified), "trained (validation)"]
+        status = escape("; ".join(["trained (validation)", *run.notices]))
+        return [str(best.certified.n), *rates, interval_text(best.certified), status]
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
     planned = run.planned or len(run.records)
     status = "complete" if len(run.good) == run.available else "partial"
@@ -117,5 +111,7 @@ def _run_row(folder: Path) -> list[str]:
         status = f"stopped; {len(run.records)} of {planned} done"
     if run.guarantee != "recovery":
         status += f", {run.guarantee}"
+    doubts = [notice.partition(": ")[0] for notice in run.notices if not notice.startswith("partial")]
+    status = escape("; ".join([status, *doubts]))
     certified = run.rates["certified"]
     return [str(certified.n), *counted, interval_text(certified) if certified.n else "", status]

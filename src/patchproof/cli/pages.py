@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -10,20 +12,12 @@ from pathlib import Path
 from rich.markup import escape
 
 from patchproof.cli._settings import ExploreSettings, ReportSettings, chosen, part
-from patchproof.cli._setup import choose_device
 from patchproof.cli._show import Console
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def report(runs: list[Path], settings: ReportSettings) -> int:
-    """Show one run in depth or several side by side: an HTML page without network, SVG and PNG, tables.
-
-    Parameters
-    ----------
-    runs
-        Folders of `certify`, `attack` and `train` runs; they are read, not changed.
-    """
     from patchproof.report import Options, build_report, notice_groups
 
     console = Console(soft_wrap=True, highlight=False)
@@ -32,6 +26,10 @@ def report(runs: list[Path], settings: ReportSettings) -> int:
     digest = hashlib.sha256("\n".join(folders).encode("utf-8", "surrogateescape")).hexdigest()
     several = Path("runs") / f"report-{len(folders)}-runs-{digest[:8]}"  # the same runs get the same folder again
     page = made.write(settings.output or (several if len(folders) > 1 else runs[0] / "report"))
+    if settings.json:
+        notices = [{"run": notice.run, "text": notice.text} for notice in made.notices]
+        sys.stdout.write(json.dumps({"report": str(page), "notices": notices}) + "\n")
+        return 0
     for names, texts in notice_groups(made.notices).items():
         for text in texts:
             console.print(f"[yellow]note:[/] {escape(f'{names}: {text}' if names else text)}")
@@ -39,19 +37,16 @@ def report(runs: list[Path], settings: ReportSettings) -> int:
     return 0
 
 
-def explore(place: Path, settings: ExploreSettings) -> int:
-    """Look at single images in the browser: their two-mask table, and what the defence does with a patch on them.
-
-    Parameters
-    ----------
-    place
-        Folder of a `certify`, `attack` or `train` run, or a checkpoint folder.
-    """
+def explore(place: Path | None, settings: ExploreSettings) -> int:
+    from patchproof.cli._setup import choose_device
     from patchproof.explore import open_explorer, require_gradio, serve
+    from patchproof.models import embedded_checkpoint
 
     require_gradio()
     console = Console(soft_wrap=True, highlight=False)
     named = chosen(settings, "patch", "per_axis", "model", "weights", "dataset", "data_dir", "split")
+    if place is None:
+        place, named["dataset"] = embedded_checkpoint(), named["dataset"] or "fashion-mini"
     explorer = open_explorer(place, device=choose_device(settings.device), **named)
     for text in explorer.notices:
         console.print(f"[yellow]note:[/] {escape(text)}")
@@ -61,7 +56,11 @@ def explore(place: Path, settings: ExploreSettings) -> int:
             "page, without a password, and have their files decoded here"
         )
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
-        console.print(f"explore: {escape(url)} (Ctrl-C ends it)")
+        if settings.json:
+            sys.stdout.write(json.dumps({"explore": url}) + "\n")
+            sys.stdout.flush()
+        else:
+            console.print(f"explore: {escape(url)} (Ctrl-C ends it)")
         wait_for_ctrl_c()
     return 0
 

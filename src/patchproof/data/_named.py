@@ -15,8 +15,8 @@ from patchproof.data._sources import ArraySource, FolderSource, ImageSource, cla
 from patchproof.types import InputError
 
 DEFAULT_DATA_DIR = Path("data")
-_ALIAS = {"val": "test", "test": "val"}
-_USUAL_SPLITS = ("train", "val", "test")
+_VALIDATION = ("val", "validation", "valid")
+_USUAL_SPLITS = ("train", *_VALIDATION, "test")
 _TORCHVISION_FAILURES = (OSError, RuntimeError, EOFError, TarError)
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 
@@ -55,8 +55,9 @@ def open_dataset(
 ) -> ImageSource:
     """The images of a named set under `data_dir`, or of a folder of class folders.
 
-    Without a `split`, the set's evaluation split; "val" and "test" stand for each other where only one exists. A folder
-    may hold the class folders itself (its split is then "all") or one folder of them per split.
+    Without a `split`, the set's evaluation split: of a folder `test`, or where there is none its validation images. The
+    split "val" may be called "validation" or "valid"; "val" and "test" stand for each other where only one exists. A
+    folder may hold the class folders itself (its split is then "all") or one folder of them per split.
     """
     if dataset in _KNOWN:
         return _open_named(dataset, Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
@@ -76,12 +77,12 @@ def has_class_folders(folder: Path) -> bool:
 
 def _open_folder(folder: Path, split: str | None) -> FolderSource:
     name = folder.resolve().name
-    for candidate in _with_alias(split or "val"):
+    for candidate in _with_alias(split or "test"):
         if has_class_folders(folder / candidate):
             return open_class_folders(folder / candidate, name=name, split=candidate)
     existing = [s for s in _USUAL_SPLITS if has_class_folders(folder / s)]
     if existing:
-        raise _no_split(repr(str(folder)), split or "val", existing)
+        raise _no_split(repr(str(folder)), split or "test", existing)
     classes = class_folders(folder)
     if split is not None and classes:
         raise InputError(f"{str(folder)!r} has no split {split!r}: it holds class folders itself; leave the split out")
@@ -176,7 +177,10 @@ def _find_folders(name: str, data_dir: Path, split: str) -> FolderSource | None:
 
 
 def _with_alias(split: str) -> tuple[str, ...]:
-    return (split, _ALIAS[split]) if split in _ALIAS else (split,)
+    """The names a split may have, in the order in which they are looked for."""
+    if split == "test":
+        return "test", *_VALIDATION
+    return tuple(dict.fromkeys((split, *_VALIDATION, "test"))) if split in _VALIDATION else (split,)
 
 
 def _no_split(where: str, split: str, existing: Sequence[str]) -> InputError:

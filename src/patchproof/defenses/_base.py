@@ -18,6 +18,9 @@ from patchproof.types import CheckError, Classifier, InputError
 
 Guarantee = Literal["recovery", "detection"]
 
+TABLE_CELLS = 1 << 22
+"""Masked copies of all images of a batch that a table has room for: some 200 MB, whatever the number of masks."""
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -170,7 +173,8 @@ class MaskedDefense:
             if self.engine.batch_size == "auto"
             else self.engine.batch_size
         )
-        return max(1, chunk // (2 if device.type == "cuda" else BLOCK))
+        most = max(1, TABLE_CELLS // self.most_passes)  # the more masks, the fewer images
+        return max(1, min(most, chunk // (2 if device.type == "cuda" else BLOCK)))
 
     @property
     def most_passes(self) -> int:

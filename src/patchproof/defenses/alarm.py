@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -14,6 +14,7 @@ from patchproof.defenses._base import Assessment, Certificates, Guarantee, Maske
 from patchproof.defenses._objectives import SilentAgreement
 from patchproof.defenses._table import MaskTable
 from patchproof.masking import Objective
+from patchproof.settings import AlarmOptions
 
 ALARM = -1
 
@@ -33,13 +34,7 @@ class Alarm(MaskedDefense):
 
     name: ClassVar[str] = "alarm"
     guarantee: ClassVar[Guarantee] = "detection"
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        """Options of `alarm`."""
-
-        per_axis: int = 3
-        """Masks per axis, at most: more of them are smaller, and take more passes."""
+    Options: ClassVar[type[Any]] = AlarmOptions
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """All one-mask labels equal: that label; otherwise −1."""

@@ -19,6 +19,7 @@ from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
 from patchproof.defenses._table import MaskTable
 from patchproof.geometry import MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, Objective
+from patchproof.settings import PatchCleanserOptions
 from patchproof.types import Classifier
 
 
@@ -66,19 +67,11 @@ class PatchCleanser(MaskedDefense):
 
     name: ClassVar[str] = "patchcleanser"
     guarantee: ClassVar[Guarantee] = "recovery"
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        """Options of `patchcleanser`."""
-
-        per_axis: int = 3
-        """Masks per axis, at most: 3 is quick, 6 certifies more images at some 15 times the cost."""
-        exhaustive: bool = False
-        """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
+    Options: ClassVar[type[Any]] = PatchCleanserOptions
 
     @property
     def most_passes(self) -> int:
-        return len(self.masks.unions)
+        return self.masks.union_count
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Two rounds of masking (Algorithm 1); the second only of disagreeing copies, and only until contradicted."""

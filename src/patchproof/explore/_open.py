@@ -14,7 +14,15 @@ from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.models import checkpoint_architecture, load_classifier
-from patchproof.runs import Record, StoredCertification, find_images, preprocessing_for, read_run, stored_defense
+from patchproof.runs import (
+    Record,
+    StoredCertification,
+    find_images,
+    network_remarks,
+    preprocessing_for,
+    read_run,
+    stored_defense,
+)
 from patchproof.runs._reading import CHECKPOINTS, class_words, find_weights
 from patchproof.types import CheckError, InputError, PatchproofError
 
@@ -59,19 +67,25 @@ def open_explorer(
         raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
     if weights is not None:
         raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
-    classifier = load_classifier(model or str(checkpoint_architecture(checkpoint)), str(checkpoint))
+    own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
+    classifier = load_classifier(model or str(checkpoint_architecture(checkpoint)), own)
     classifier = classifier.to(device).to(memory_format=torch.channels_last)
     threat = PatchThreat(classifier.input_size, parse_patches(patch or "3%", classifier.input_size))
     built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
     names = class_words(dict(enumerate(classifier.class_names or ())))
+    remarks = tuple(network_remarks(classifier))
     source = _images_of(checkpoint, dataset, data_dir, split)
     if isinstance(source, str):
         preprocessing = preprocessing_for(classifier, False, threat.image_size)
-        return Explorer(built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(source,))
+        return Explorer(
+            built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(*remarks, source)
+        )
     classes = models.match_labels(source.class_names, classifier)
     records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
     preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
-    return Explorer(built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records)
+    return Explorer(
+        built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records, remarks
+    )
 
 
 def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> models.ImageClassifier:

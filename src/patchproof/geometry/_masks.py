@@ -247,8 +247,26 @@ class MaskSet:
         return tuple(i * len(columns) + j for i, j in product(chosen_rows, chosen_columns))
 
     @cached_property
+    def alike(self) -> bool:
+        """Different masks of one size, as a covering grid has them. Then different pairs have different unions: the
+        bounding box of a union leaves two pairs of corners, and its top-left pixel belongs to one of them only."""
+        same_size = len({(r.height, r.width) for r in self.rects}) == 1
+        return same_size and len(set(self.rects)) == len(self.rects)
+
+    @property
+    def union_count(self) -> int:
+        """How many `unions` there are; where the masks are alike, they are not made for it."""
+        return len(self) * (len(self) + 1) // 2 if self.alike else len(self.unions)
+
+    @cached_property
     def unions(self) -> Unions:
         """Every distinct m0 ∪ m1, so that no masked copy is evaluated twice."""
+        if self.alike:
+            every, (a, b) = torch.arange(len(self)), torch.triu_indices(len(self), len(self), offset=1)
+            of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
+            of_pair[every, every] = every
+            of_pair[a, b] = of_pair[b, a] = len(self) + torch.arange(len(a))
+            return Unions(torch.cat([every, a]), torch.cat([every, b]), of_pair)
         # Each mask as a set of the cells that all masks' edges cut the image into: small, and exact.
         rows = sorted({edge for r in self.rects for edge in (r.top, r.bottom)})
         columns = sorted({edge for r in self.rects for edge in (r.left, r.right)})

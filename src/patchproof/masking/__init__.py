@@ -11,8 +11,9 @@ from patchproof.masking._ensemble import Ensemble
 from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import MaskedForward, as_images, fill_colour, images_ahead, occlude, show
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._memory import Engine, Measured, default_batch, out_of_memory
+from patchproof.masking._memory import Measured, default_batch, out_of_memory
 from patchproof.masking._objective import Aim, CleanAnswers, Objective, Views
+from patchproof.settings import Engine
 
 __all__ = [
     "AUTOCAST",

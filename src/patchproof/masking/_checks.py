@@ -13,7 +13,8 @@ from patchproof.geometry import MaskSet
 from patchproof.masking._arithmetic import network
 from patchproof.masking._drift import COPIES, Drift, measure_drift
 from patchproof.masking._evaluator import Copies, Evaluator
-from patchproof.masking._memory import Engine, Measured, out_of_memory
+from patchproof.masking._memory import Measured, out_of_memory
+from patchproof.settings import Engine
 from patchproof.types import CheckError, Classifier, InputError, Precision
 
 COMPILE_AFTER = 30.0

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from patchproof.masking._arithmetic import Network, network, tf32
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
-from patchproof.masking._memory import Engine, InChunks, Measured, default_batch
+from patchproof.masking._memory import InChunks, Measured, default_batch
 from patchproof.masking._objective import Aim, Views
+from patchproof.settings import Engine
 from patchproof.types import Classifier, InputError, Precision, TauExceededError
 
 PARTS = (1, 4, 8)

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar
 
 import torch
 
-from patchproof.types import InputError, Precision, PrecisionChoice, Size, require_one_of
+from patchproof.settings import Engine
+from patchproof.types import InputError, Precision, Size
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """Arithmetic of the passes over masked copies."""
-
-    precision: PrecisionChoice = "fp32"
-    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
-    one that is fastest on this network and these images, on a CPU fp32."""
-    batch_size: int | Literal["auto"] = "auto"
-    """Masked copies in one forward pass, or `auto`."""
-    compile: bool | Literal["auto"] = False
-    """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
-    work lies ahead of a GPU."""
-
-    def __post_init__(self) -> None:
-        require_one_of("precision", self.precision, (*get_args(Precision), "auto"))
-        if self.compile not in (True, False, "auto"):
-            raise InputError(f"compile must be True, False or `auto`, not {self.compile!r}")
-        if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
-            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size!r}")
-
-    @property
-    def fast(self) -> Precision:
-        """The arithmetic of the fast passes; as long as none has been chosen, float32."""
-        return "fp32" if self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._checkpoint import (
+    SEAL,
     checkpoint_architecture,
     checkpoint_sha256,
     file_sha256,
@@ -11,16 +12,28 @@ from patchproof.models._checkpoint import (
     settled,
 )
 from patchproof.models._classifier import ImageClassifier, adopt, classifier_summary, match_labels, weights_sha256
-from patchproof.models._load import known_weights, load_checkpoint, load_classifier, replace_head
+from patchproof.models._load import (
+    EMBEDDED,
+    EMBEDDED_SOURCE,
+    embedded_checkpoint,
+    known_weights,
+    load_checkpoint,
+    load_classifier,
+    replace_head,
+)
 from patchproof.models._state import write_state
 from patchproof.models._twin import fingerprint
 
 __all__ = [
+    "EMBEDDED",
+    "EMBEDDED_SOURCE",
+    "SEAL",
     "ImageClassifier",
     "adopt",
     "checkpoint_architecture",
     "checkpoint_sha256",
     "classifier_summary",
+    "embedded_checkpoint",
     "file_sha256",
     "fingerprint",
     "is_whole",

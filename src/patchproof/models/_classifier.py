@@ -25,7 +25,8 @@ class ImageClassifier(nn.Module):
 
     `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
     std as plain floats. `architecture` names what was built and `source` says in words where the weights came from;
-    `model_args` are further arguments that the architecture was built with.
+    `model_args` are further arguments that the architecture was built with; `history` is what a checkpoint says of its
+    training.
     """
 
     mean: Tensor
@@ -63,6 +64,7 @@ class ImageClassifier(nn.Module):
         self.architecture = architecture or type(module).__name__
         self.source = source
         self.model_args: dict[str, Any] = dict(model_args or {})
+        self.history: Mapping[str, Any] = {}
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
         _check_settings(self)
 
@@ -147,7 +149,7 @@ def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **ch
     """The same classifier with some settings (or its module) changed, in the same mode and on the same device."""
     new = ImageClassifier(classifier.module if module is None else module, **settings(classifier) | changes)
     new.mean, new.std = new.mean.to(classifier.mean), new.std.to(classifier.std)
-    new.training = classifier.training
+    new.training, new.history = classifier.training, classifier.history
     return new
 
 

@@ -34,6 +34,10 @@ HUB_PREFIX = re.compile(r"hf[-_]hub:")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 HUB_ANSWERS_WITHIN_SECONDS = 5.0
 
+EMBEDDED = "embedded"
+"""The weights of `small` that are part of the package: trained on `fashion-mini`, for demonstrations."""
+EMBEDDED_SOURCE = "the embedded demonstration network"
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -63,8 +67,9 @@ def load_classifier(
     """The network `model` with `weights`: in eval mode, on the CPU, in float32; no random state is touched.
 
     `model`: a timm name, `small`, or `package.module:factory` / `path/to/file.py:factory`.
-    `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, a file, or a folder
-    that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree with it.
+    `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (of `small`),
+    a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
+    with it.
     """
     names = None if class_names is None else tuple(class_names)
     if names is not None and num_classes not in (None, len(names)):
@@ -82,12 +87,17 @@ def load_checkpoint(folder: Path) -> ImageClassifier:
         return _finish(_from_folder(request), request)
 
 
+def embedded_checkpoint() -> Path:
+    """The checkpoint folder of the demonstration network."""
+    return Path(__file__).parents[1] / "embedded" / "hardened"
+
+
 def known_weights(model: str) -> str | None:
-    """The weights that a model has by itself: `zoo` or `pretrained`; None for those that have to be trained."""
+    """The weights that a model has by itself: `zoo`, `embedded` or `pretrained`; None where it has to be trained."""
     if is_own(model):
         return "pretrained"
     if model == "small":
-        return None
+        return EMBEDDED
     name, tag = split_name(model)
     if name in ZOO and not tag and importlib.util.find_spec(ZOO[name]):
         return "zoo"
@@ -122,7 +132,11 @@ def _find(request: _Request) -> ImageClassifier:
     if weights == "pretrained" and is_own(model):
         return _fresh(request, request.num_classes)
     if weights == "pretrained" and model == "small":
-        raise InputError("`small` has no pretrained weights; train it (`patchproof train`), or give `random` or a file")
+        raise InputError(
+            "`small` has no pretrained weights; train it (`patchproof train`), or give `embedded`, `random` or a file"
+        )
+    if weights == EMBEDDED:
+        return rewrap(_from_folder(replace(request, weights=str(embedded_checkpoint()))), source=EMBEDDED_SOURCE)
     if weights == "zoo":
         return _build.build_zoo(model, input_size=request.input_size)
     tags = [] if model == "small" or is_own(model) else tags_of(split_name(model)[0])
@@ -264,7 +278,9 @@ def _from_folder(request: _Request) -> ImageClassifier:
         raise InputError(f"{where} cannot be rebuilt ({first_line(error)}); take another checkpoint") from error
     load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
     recorded = {name: record[name] for name in settings(classifier)}
-    return rewrap(classifier, **recorded | {"input_size": size, "source": f"checkpoint {where}"})
+    found = rewrap(classifier, **recorded | {"input_size": size, "source": f"checkpoint {where}"})
+    found.history = record["extra"]
+    return found
 
 
 def _finish(classifier: ImageClassifier, request: _Request) -> ImageClassifier:

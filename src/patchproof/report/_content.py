@@ -223,5 +223,7 @@ def training_table(runs: Sequence[StoredTraining]) -> Table:
         steps = run.losses[-1][0] if run.losses else 0
         rows.append((run.name, run.strategy, run.search_passes, steps, len(run.epochs), run.seconds, *found))
     note = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
+    chosen = "; ".join(f"{run.name}: {run.selected_on}" for run in runs if run.selected_on)
+    notes = (note, f"The best epoch is chosen on {chosen}.") if chosen else (note,)
     columns = [Column(head) for head in (*heads, "undefended", "certified")]
-    return Table("training", "Training", columns, rows, (note,))
+    return Table("training", "Training", columns, rows, notes)

@@ -1,8 +1,9 @@
 """Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
 
 from patchproof.runs._certify import AttackResults, attack, certify
+from patchproof.runs._cost import Cost, estimate_cost
 from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
-from patchproof.runs._manifest import device_name, source_commit, versions
+from patchproof.runs._manifest import device_name, network_remarks, source_commit, versions
 from patchproof.runs._measure import measure_on_generated, measure_tau
 from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
 from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
@@ -16,6 +17,7 @@ __all__ = [
     "ATTACK_ACCURACIES",
     "AttackFindings",
     "AttackResults",
+    "Cost",
     "EpochReport",
     "InProcess",
     "Prediction",
@@ -35,12 +37,14 @@ __all__ = [
     "defense_like",
     "device_name",
     "dump_json",
+    "estimate_cost",
     "find_images",
     "image_files",
     "launched",
     "local_rank",
     "measure_on_generated",
     "measure_tau",
+    "network_remarks",
     "predict",
     "preprocessing_for",
     "rates",

@@ -12,7 +12,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from patchproof.attacks import Attack, Attacked, AttackPlan, attack_in_turn, defended_attacks, undefended_attacks
+from patchproof.attacks import (
+    Attack,
+    Attacked,
+    AttackPlan,
+    OnStep,
+    attack_in_turn,
+    defended_attacks,
+    undefended_attacks,
+)
 from patchproof.defenses import MaskedDefense, device_of
 from patchproof.masking import Engine, Evaluator
 from patchproof.runs._folder import dump_json, write_atomically
@@ -24,9 +32,10 @@ class Attacker:
     """Attacks certified batches. Built for the first batch, when the defence has its engine."""
 
     images_at_once = 16
+    """On a GPU, which one image does not fill; elsewhere each image is attacked, and recorded, alone."""
 
-    def __init__(self, plan: AttackPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: AttackPlan, on_step: OnStep | None = None) -> None:
+        self.plan, self.on_step = plan, on_step
         self.attacks: tuple[Sequence[Attack], Sequence[Attack]] | None = None
         """On the classifier alone, and on the defence."""
 
@@ -38,10 +47,11 @@ class Attacker:
             classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
             alone: Sequence[Attack] = ()
             if classifier is not None and self.plan.target != "defended":
-                alone = undefended_attacks(Evaluator(classifier, engine, strict=False), defense.threat, self.plan)
+                bare = Evaluator(classifier, engine, strict=False)
+                alone = undefended_attacks(bare, defense.threat, self.plan, on_step=self.on_step)
             behind: Sequence[Attack] = ()
             if self.plan.target != "undefended":
-                behind = defended_attacks(as_judge(defense), self.plan, engine=engine)
+                behind = defended_attacks(as_judge(defense), self.plan, engine=engine, on_step=self.on_step)
             self.attacks = alone, behind
         every = range(len(records))
         chosen = [row for row in every if records[row].certified or not self.plan.only_certified]

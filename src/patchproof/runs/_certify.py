@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchproof.attacks import AttackPlan
+from patchproof.attacks import AttackPlan, OnStep
 from patchproof.defenses import Defense
 from patchproof.runs._attack import Attacker
 from patchproof.runs._record import Rate, Record, Results, Tally
@@ -69,6 +69,7 @@ def attack(
     resume: bool = False,
     limit: int | None = None,
     on_record: Callable[[Record], None] | None = None,
+    on_step: OnStep | None = None,
     executor: Executor | None = None,
     preprocessing: Preprocessing | None = None,
     workers: int | None = None,
@@ -79,9 +80,10 @@ def attack(
     """Certify images and attack them with patches, white-box, on the classifier and adaptively on the defence.
 
     For recovery, certified ≤ attacked ≤ defended. A certified image whose answer a patch changes is kept in
-    `folder`/broken with its pixels. Everything else is as in `certify`.
+    `folder`/broken with its pixels. `on_step(step, steps)` sees each step of each attack. Everything else is as in
+    `certify`.
     """
-    options = {name: value for name, value in locals().items() if name != "plan"}
+    options = {name: value for name, value in locals().items() if name not in ("plan", "on_step")}
     if not isinstance(plan, AttackPlan | None):
         raise InputError(f"plan must be an AttackPlan, e.g. AttackPlan(steps=40), not {plan!r}")
-    return AttackResults(**vars(Session(**options, attacker=Attacker(plan or AttackPlan())).execute()))
+    return AttackResults(**vars(Session(**options, attacker=Attacker(plan or AttackPlan(), on_step)).execute()))

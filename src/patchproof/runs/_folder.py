@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from patchproof.models import is_whole, sealed
+from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.types import CheckError, InputError
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
+FOLLOWS_FROM = {
+    "masks": ("patch_sizes", "image_size", "name"),
+    "guarantee": ("name",),
+    "exhaustive": ("name",),
+    "fill": ("weights_sha256",),
+    "steps": ("epochs", "batch_size", "images"),
+    "data_sha256": ("images",),
+}
+"""What need not be named when one of these is another: it follows from that."""
+
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading values from damaged or hostile JSON may raise."""
 
@@ -43,7 +53,7 @@ def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
     manifest = read_json(path)
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
         raise CheckError(f"{path} is not the manifest of a run; {remedy}")
-    if not is_whole(manifest):
+    if SEAL not in manifest or not is_whole(manifest):
         raise CheckError(f"{path} is damaged: not what was written; {remedy}")
     return manifest
 
@@ -98,9 +108,17 @@ class RunFolder:
         self.sums_path = path / "records.crc"
         self.spoiled_path = path / "spoiled.json"
 
+    def require_free(self, *, resume: bool) -> None:
+        """Refuse a folder with a run in it that is not to be resumed."""
+        if not resume and self.manifest_path.exists():
+            raise InputError(f"{self.path} already holds a run; continue it with resume=True, or choose another folder")
+
     @contextlib.contextmanager
-    def open(self, manifest: Mapping[str, Any], *, resume: bool) -> Iterator[Mapping[str, Any]]:
-        """Begin or resume a run; yields the manifest in force (the first session's, when resumed)."""
+    def open(
+        self, manifest: Mapping[str, Any], *, resume: bool, longer: Callable[[Mapping[str, Any]], bool] | None = None
+    ) -> Iterator[Mapping[str, Any]]:
+        """Begin or resume a run; yields the manifest in force (the first session's, when resumed). One that is the
+        stored one but `longer` takes its place."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -114,11 +132,11 @@ class RunFolder:
                 write_atomically(self.manifest_path, dump_json(sealed(manifest)))
                 yield manifest
                 return
+            self.require_free(resume=resume)
             stored = read_manifest(self.manifest_path)
-            if not resume:
-                raise InputError(
-                    f"{self.path} already holds a run; continue it with resume=True, or choose another folder"
-                )
+            if longer is not None and longer(stored):
+                stored = {**stored, **{key: manifest[key] for key in ("identity", "config", "steps")}}
+                write_atomically(self.manifest_path, dump_json(sealed(stored)))
             refuse_differences(stored, manifest, where=self.path)
             if self.spoiled_path.exists():
                 reason = read_json(self.spoiled_path).get("reason")
@@ -198,6 +216,8 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
             f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another folder"
         )
     different = list(differences(stored["identity"], current["identity"]))
+    names = {key for key, _, _ in different}
+    different = [one for one in different if not names & set(FOLLOWS_FROM.get(one[0], ()))]
     if different:
         named = "; ".join(f"{key} was {_short(before)}, now {_short(now)}" for key, before, now in different)
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")

@@ -16,11 +16,19 @@ import torch
 
 from patchproof.data import FolderSource, ImageSource, open_class_folders
 from patchproof.masking import Measured
+from patchproof.models import EMBEDDED_SOURCE
 from patchproof.runs._folder import BEGIN_AGAIN
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing
 from patchproof.version import __version__
 
 SCHEMA = 1
+SEEN = {
+    "trained_on": "not held out: the network was trained on these very images",
+    "selected_on": "optimistic: the checkpoint was chosen among the epochs of its training by its certified accuracy "
+    "on these very images; checkpoint-last was not chosen, and other images would be independent",
+}
+"""What a checkpoint's history says of the images certified now."""
+
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
 MEASURED_AS = {"fast": "fast", "tf32": "tf32_measured", "fp32": "fp32"}
 """Each τ of a manifest, and what it is to be compared with: TF32 is measured also where it is no step."""
@@ -45,6 +53,34 @@ def mask_facts(masks: Any) -> dict[str, Any]:
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
     """`cover` only where it is used."""
     return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}
+
+
+def source_facts(source: ImageSource, indices: Sequence[int] | None = None) -> dict[str, Any]:
+    """Which images: recorded with what was learned from them or chosen on them."""
+    count = len(source) if indices is None else len(indices)
+    return {"name": source.name, "split": source.split, "images": count, "sha256": source.listing_sha256(indices)}
+
+
+def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str]:
+    """What a reader must know of the network beside any number: untrained, for demonstrations, or not independent of
+    the images with this digest."""
+    source, history = str(getattr(classifier, "source", "")), getattr(classifier, "history", {})
+    remarks = []
+    if source.startswith("random weights"):
+        remarks.append(
+            "random network: its weights were drawn at random and have learned nothing, so the numbers say nothing "
+            "about a trained network"
+        )
+    if source == EMBEDDED_SOURCE:
+        remarks.append(
+            "the embedded demonstration network: 28×28 pixels, ten kinds of clothing, trained on fashion-mini; name "
+            "your own as weights"
+        )
+    for kind, words in SEEN.items():
+        seen = history.get(kind)
+        if isinstance(seen, Mapping) and data_sha256 is not None and seen.get("sha256") == data_sha256:
+            remarks.append(words)
+    return remarks
 
 
 def stored_engine(

@@ -137,6 +137,8 @@ class StoredTraining:
     search_passes: int | None
     """Extra passes per image that the strategy takes, forward and backward, as the paper counts them."""
     mask_patch: str
+    selected_on: str | None
+    """Which images choose the best epoch, in words; None where the run does not say."""
     weights_sha256: str | None
     """Of the last checkpoint of a finished training."""
     seconds: float | None
@@ -248,7 +250,9 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
 
 
 def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
-    """Odd records, why they do not cover the whole data set, and how results.json contradicts them."""
+    """What the run says of its network; odd records, why they do not cover the whole data set, and how results.json
+    contradicts them."""
+    yield from map(printable, run.manifest.get("remarks") or ())
     if repeated:
         yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
     places = evenly_spread(run.planned, run.available)
@@ -292,12 +296,18 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
     results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
     if results is None:
         notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
+    for said in (results or {}).get("epochs") or ():
+        if (logged := epochs.get(index(said["epoch"]))) is not None and logged != _epoch(said):
+            notices.append(f"results.json and log.jsonl contradict each other about epoch {logged.epoch}")
     if isinstance(total, int) and done < total:
         notices.append(f"partial: {done:,} of {total:,} steps are done; resume the run to finish it")
     if len(losses) < done:
         lost = count_words(done - len(losses), "step is", "steps are")
         notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
     identity = manifest["identity"]
+    validation: Any = (manifest.get("data") or {}).get("validation")
+    selected_on = None if validation is None else printable(f"{validation['name']}, split {validation['split']}")
+    notices += [printable(str(remark)) for remark in manifest.get("remarks") or ()]
     passes: list[Any] = [(manifest.get("search") or {}).get(kind) for kind in ("forwards", "backwards")]
     return StoredTraining(
         name=name,
@@ -308,6 +318,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         strategy=printable(identity["plan"]["strategy"]),
         search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
         mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
+        selected_on=selected_on,
         weights_sha256=_text((results or {}).get("weights_sha256")),
         seconds=_seconds(results),
         notices=tuple(notices),
@@ -320,6 +331,10 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
         return int(values["step"]), float(values["loss"])
     if values["kind"] != "epoch":
         raise ValueError(f"unknown kind {values['kind']!r}")
+    return _epoch(values)
+
+
+def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
     found = [Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")]
     if not all(0 <= rate.k <= rate.n for rate in found):
         raise ValueError("not k of n")
@@ -363,8 +378,11 @@ def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | Non
     own = _text(config.get("data_dir"))
     if name is None:
         return "The run does not say where its images are; give their location as dataset."
+    data = run.manifest.get("data") or {}
+    recorded = _text((data if isinstance(run, StoredCertification) else data.get("validation") or {}).get("split"))
     reasons = []
-    for split in dict.fromkeys((_text(config.get("split")), None)):  # a folder named now may have no splits
+    # A folder named now may have no splits.
+    for split in dict.fromkeys((_text(config.get("split")), None, recorded if recorded != "all" else None)):
         try:
             source = open_dataset(name, data_dir=data_dir or (Path(own) if own else None), split=split)
             if source.listing_sha256() == identity.get("validation_sha256", identity.get("data_sha256")):

@@ -22,6 +22,7 @@ from patchproof.defenses import Defense, assess, device_of
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
+from patchproof.runs._cost import require_memory
 from patchproof.runs._folder import (
     RunFolder,
     checked_prefix,
@@ -36,6 +37,7 @@ from patchproof.runs._manifest import (
     changes_since,
     made_with,
     mask_facts,
+    network_remarks,
     plain,
     preprocessing_facts,
     stored_engine,
@@ -126,10 +128,14 @@ class Session:
         size = self.defense.threat.image_size
         self.how = self.preprocessing or preprocessing_for(self.classifier, self.source.low_resolution, size)
         self.place = None if self.folder is None else RunFolder(Path(self.folder))
+        if self.place is not None:
+            self.place.require_free(resume=self.resume)
+        require_memory(self.defense)
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []
         self.seconds, self.redone = 0.0, Redone()  # of earlier sessions too
+        self.remarks: list[str] = []
         self.batch_size: int | None = None
 
     def execute(self) -> Results:
@@ -214,6 +220,8 @@ class Session:
             between = drift.tau("tf32") if "tf32" in drift.changes else None
             tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, "tf32_measured": between}
             tau |= {"drift": asdict(drift) | {"bound": drift.bound}}
+        data_sha256 = source.listing_sha256(self.indices)
+        self.remarks = network_remarks(self.classifier, data_sha256)
         threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
         return {
             "schema": SCHEMA,
@@ -223,7 +231,7 @@ class Session:
                 {
                     "architecture": model and model["architecture"],
                     "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
-                    "data_sha256": source.listing_sha256(self.indices),
+                    "data_sha256": data_sha256,
                     "images": f"{len(self.indices)} of {len(source)}",
                     "preprocessing": preprocessing_facts(self.how),
                     "fill": model and model["fill"],
@@ -233,6 +241,7 @@ class Session:
                 }
             ),
             "guarantee": defense.guarantee,
+            "remarks": self.remarks,
             "model": model,
             "data": {
                 "name": source.name,
@@ -258,7 +267,7 @@ class Session:
     def size(self) -> int:
         """Images in a piece."""
         if self.attacker is not None:
-            return self.attacker.images_at_once
+            return self.attacker.images_at_once if device_of(self.defense).type == "cuda" else 1
         return int(getattr(self.defense, "images_at_once", IMAGES_AT_ONCE))
 
     def pieces(self, done: int) -> range:
@@ -383,6 +392,7 @@ class Session:
             "schema": SCHEMA,
             "status": "partial" if partial else "complete",
             "partial": partial,
+            "remarks": self.remarks,
             "defense": self.defense.name,
             "guarantee": self.defense.guarantee,
             "images": {"done": tally.done, "planned": planned, "available": available, "bad": bad},

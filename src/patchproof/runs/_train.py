@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,21 @@ from patchproof.data import ImageSource, as_source, iterate_batches, spread_indi
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
-from patchproof.models import ImageClassifier, adopt, classifier_summary, match_labels, save_checkpoint, weights_sha256
-from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, write_atomically
-from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts
+from patchproof.models import (
+    ImageClassifier,
+    adopt,
+    classifier_summary,
+    match_labels,
+    save_checkpoint,
+    settled,
+    weights_sha256,
+)
+from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
+from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts, source_facts
 from patchproof.runs._record import Rate
 from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, Preprocessing, Size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,6 +41,10 @@ if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
 
 VALIDATED_AT_ONCE = 64
+SELECTED_ON_TEST = (
+    "the best epoch is chosen on the images that are also the test images ({name}, split {split}): what "
+    "checkpoint-best certifies on them is optimistic; checkpoint-last is not chosen"
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """Validation accuracies after one epoch, if there are validation images."""
+    """Mean loss of one epoch, and the accuracies after it, if there are validation images."""
 
     epoch: int
     step: int
+    loss: float
     rates: Mapping[str, Rate] = field(default_factory=dict)
 
 
@@ -63,6 +77,7 @@ def train(
     plan: Plan | None = None,
     *,
     validation: Any = None,
+    test: Any = None,
     folder: Path | str | None = None,
     resume: bool = False,
     on_step: Callable[[StepReport], None] | None = None,
@@ -80,8 +95,9 @@ def train(
     """Fine-tune `classifier` in place on masked copies of the images of `data`.
 
     After each epoch, `validation` images are certified with 3×3 masks, and checkpoints saved: `checkpoint-last`, from
-    which a killed run continues, and `checkpoint-best`, by certified accuracy. `on_step` sees each step of this call.
-    With several processes (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
+    which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the images that the result is
+    to be tested on: they are recorded, and if they are the validation images, that is noted. `on_step` sees each step
+    of this call. With several processes (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
     """
     from patchproof.training.checkpoint import load_training, save_training
     from patchproof.training.loop import TrainingData, start_accelerator
@@ -92,6 +108,10 @@ def train(
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
+    path = None if folder is None else Path(folder)
+    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
+    if place is not None:
+        place.require_free(resume=resume)
     network = _as_image_classifier(classifier, source)
     rate = paper_learning_rate(network.architecture) if plan.learning_rate is None else plan.learning_rate
     training_data = TrainingData(
@@ -108,14 +128,17 @@ def train(
     held_out = None
     if validation is not None:
         held_out = Validation(as_source(validation), shipped, plan, preprocessing, skip_bad=skip_bad)
-    path = None if folder is None else Path(folder)
-    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
-    manifest = _manifest(trainer, shipped, held_out, config or {})
+    images = {"train": source_facts(source, training_data.indices)}
+    images |= {} if held_out is None else {"validation": source_facts(held_out.source)}
+    images |= {} if test is None else {"test": source_facts(as_source(test))}
+    manifest = _manifest(trainer, shipped, images, config or {})
+    history = {"trained_on": images["train"]}
+    chosen = {**history, "selected_on": images.get("validation")}
 
     def save() -> None:
         if place is not None:
             shipped.load_state_dict(trainer.weights())
-            save_training(place.path / "checkpoint-last", trainer, shipped, notes)
+            save_training(place.path / "checkpoint-last", trainer, shipped, notes, history=history)
 
     def finish_epoch(report: StepReport) -> EpochReport | None:
         """Validate, note, and save; `checkpoint-best` is chosen by certified accuracy, then by the undefended one."""
@@ -132,14 +155,17 @@ def train(
             if notes["best"] is None or _score(epoch) > _score(notes["best"]):
                 notes["best"] = epoch
                 if place is not None:
-                    save_checkpoint(shipped, place.path / "checkpoint-best", extra=epoch)
+                    save_checkpoint(shipped, place.path / "checkpoint-best", extra=epoch | chosen)
             log.add("epoch", epoch)
+        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
         save()
-        return EpochReport(report.epoch + 1, report.step, found)
+        return EpochReport(report.epoch + 1, report.step, loss, found)
 
-    with nullcontext() if place is None else place.open(manifest, resume=resume):
+    longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
+    with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
+        notes = {"loss": 0.0, "images": 0} | notes  # of the epoch so far
         log = TrainingLog(None if place is None else place.path / "log.jsonl")
         log.cut_after(trainer.step)
         if on_start is not None:
@@ -149,6 +175,8 @@ def train(
             notes["seconds"] += time.monotonic() - clock
             clock = time.monotonic()
             log.add("step", asdict(report))
+            notes["loss"] += report.loss * report.images
+            notes["images"] += report.images
             ended = report.step % trainer.steps_per_epoch == 0
             epoch = finish_epoch(report) if ended else None
             try:
@@ -165,7 +193,9 @@ def train(
                 saved = time.monotonic()
         shipped.load_state_dict(trainer.weights())
         network.load_state_dict(trainer.weights())
-        results = {"schema": SCHEMA, "status": "complete", "best": notes["best"], **notes}
+        network.source, network.history = f"trained from {network.source.removeprefix('trained from ')}", history
+        kept = {name: value for name, value in notes.items() if name not in ("loss", "images")}
+        results = {"schema": SCHEMA, "status": "complete", "best": notes["best"], **kept}
         results["weights_sha256"] = weights_sha256(shipped)
         if place is not None:
             identity = manifest["identity"]
@@ -194,10 +224,14 @@ def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accel
 
 
 def _manifest(
-    trainer: Trainer, shipped: ImageClassifier, held_out: Validation | None, config: Mapping[str, Any]
+    trainer: Trainer,
+    shipped: ImageClassifier,
+    images: Mapping[str, Mapping[str, Any]],
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """`shipped` still has the weights that training begins with."""
     data, accelerator = trainer.data, trainer.accelerator
+    same = "test" in images and images.get("validation") == images["test"]
     return {
         "schema": SCHEMA,
         "command": "train",
@@ -205,8 +239,8 @@ def _manifest(
         "identity": plain(
             {
                 "weights_sha256": weights_sha256(shipped),
-                "data_sha256": data.source.listing_sha256(data.indices),
-                "validation_sha256": held_out and held_out.source.listing_sha256(),
+                "data_sha256": images["train"]["sha256"],
+                "validation_sha256": images["validation"]["sha256"] if "validation" in images else None,
                 "images": f"{len(data.indices)} of {len(data.source)}",
                 "preprocessing": preprocessing_facts(data.preprocessing),
                 "plan": trainer.plan.describe(),
@@ -215,6 +249,8 @@ def _manifest(
                 "steps": trainer.total_steps,
             }
         ),
+        "data": images,
+        "remarks": [SELECTED_ON_TEST.format(**images["test"])] if same else [],
         "model": classifier_summary(shipped),
         "search": {kind: getattr(trainer.strategy, kind, None) for kind in ("forwards", "backwards")},
         "steps": trainer.total_steps,
@@ -222,6 +258,29 @@ def _manifest(
         "precision": trainer.plan.precision,
         **made_with(accelerator.device),
     }
+
+
+def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
+    """Is it the stored training with more epochs? Refused if the steps already done would have had other rates."""
+
+    def besides_length(identity: Mapping[str, Any]) -> Any:
+        return {**identity, "steps": None, "plan": {**identity["plan"], "epochs": None}}
+
+    before, now = stored["identity"], current["identity"]
+    if stored["command"] != "train" or not now["plan"]["epochs"] > before["plan"]["epochs"]:
+        return False
+    if besides_length(before) != besides_length(now):
+        return False
+    state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
+    done = int(read_json(state)["step"]) if state.exists() else 0
+    per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
+    if any(plan.rate(step / per_epoch) != shorter.rate(step / per_epoch) for step in range(done)):
+        raise CheckError(
+            f"{folder} cannot go on to {plan.epochs} epochs: with the schedule `{plan.schedule}` the learning rates of "
+            f"the {done} steps done depend on their number, which was {shorter.epochs}; train its checkpoint-last on "
+            "in another folder (the schedule `constant` can always go on)"
+        )
+    return True
 
 
 def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:

@@ -28,10 +28,18 @@ class Resumed(NamedTuple):
     notes: Mapping[str, Any]
 
 
-def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, notes: Mapping[str, Any]) -> None:
+def save_training(
+    folder: Path,
+    trainer: Trainer,
+    shipped: ImageClassifier,
+    notes: Mapping[str, Any],
+    *,
+    history: Mapping[str, Any] | None = None,
+) -> None:
     """Replace `folder` by the trainer's present state beside the classifier to ship; a kill leaves the old or the new.
 
-    `notes` is plain JSON that a resumed run gets back. Weights that are NaN or infinite never replace good ones.
+    `notes` is plain JSON that a resumed run gets back, `history` what the classifier says of its training. Weights that
+    are NaN or infinite never replace good ones.
     """
     if not all(torch.isfinite(v).all() for v in trainer.weights().values() if v.is_floating_point()):
         raise CheckError(
@@ -59,7 +67,7 @@ def save_training(folder: Path, trainer: Trainer, shipped: ImageClassifier, note
         }
         (place / STATE).write_text(json.dumps(sealed(state), indent=2) + "\n", encoding="utf-8")
 
-    save_checkpoint(shipped, folder, write_more=write)
+    save_checkpoint(shipped, folder, extra=history, write_more=write)
 
 
 def load_training(folder: Path, trainer: Trainer) -> Resumed | None:

@@ -1,0 +1,120 @@
+"""What a certification will cost, before it is begun: passes and time from a few timed passes, and memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patchproof.defenses import device_of
+from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.masking import Copies, Engine, Evaluator
+from patchproof.runs._measure import generated_images
+from patchproof.types import InputError
+
+BYTES_PER_PAIR = 24
+"""Of a mask set: two masks and the table of pairs."""
+
+BYTES_PER_CELL = 60
+"""Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
+
+TIMED, COPIES = 2, 64
+"""Batches that are timed, of at most so many copies each."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Passes from the fewest, where every image fails at once, to the most, where all are certified."""
+
+    images: int
+    masks: int
+    fewest_passes: int
+    most_passes: int
+    passes_per_second: float
+    fewest_seconds: float
+    most_seconds: float
+    table_bytes: int
+    """Of the tables of masks and images."""
+    peak_bytes: int | None
+    """Of everything else, network and passes included, as far as the timed passes show it; None where unknown."""
+
+
+def estimate_cost(defense: Any, images: int) -> Cost | None:
+    """From a few timed passes over generated images; None for a defence without masks or classifier."""
+    masks = getattr(defense, "masks", None)
+    if masks is None or getattr(defense, "classifier", None) is None:
+        return None
+    require_memory(defense)
+    needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
+    seconds = seconds_per_pass(defense)
+    fewest, most = images * len(masks), images * defense.most_passes
+    times = 1 / seconds, fewest * seconds, most * seconds
+    return Cost(images, len(masks), fewest, most, *times, needed, peak_memory(device_of(defense)))
+
+
+def table_bytes(masks: int, cells: int, image_size: tuple[int, int]) -> int:
+    pairs = BYTES_PER_PAIR * cells if cells > masks else 0
+    return masks * image_size[0] * image_size[1] + pairs + BYTES_PER_CELL * cells
+
+
+def require_memory(defense: Any) -> None:
+    """Refuse masks whose tables need more than the memory that is free, and name the most per axis that fit."""
+    free, masks = free_memory(), getattr(defense, "masks", None)
+    if free is None or masks is None or not hasattr(defense, "most_passes"):
+        return
+    needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
+    if needed <= free:
+        return
+    threat: PatchThreat = defense.threat
+    largest = 0
+    for per_axis in range(1, 1 + max(len(masks.axes[0]), len(masks.axes[1])) if masks.alike else 1):
+        count = len(covering_masks(threat, per_axis=per_axis))
+        cells = count * (count + 1) // 2 if defense.most_passes > len(masks) else count
+        if table_bytes(count, cells, threat.image_size) <= free:
+            largest = per_axis
+    raise InputError(
+        f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
+        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {largest} is the most that fits"
+    )
+
+
+def free_memory() -> int | None:
+    """Bytes that this machine can still give; None where it does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that were in use so far, on a GPU or by this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def seconds_per_pass(defense: Any) -> float:
+    """Of masked copies in whole chunks, by the fastest of a few."""
+    classifier, device = defense.classifier, device_of(defense)
+    engine = getattr(defense, "engine", None) or Engine()
+    evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
+    channels = len(getattr(classifier, "fill", (0.5,) * 3))
+    images = generated_images(1, channels, defense.threat.image_size).to(device)
+    keep = covering_masks(defense.threat, per_axis=1).keep(device)
+    evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
+    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
+    for _ in range(TIMED):
+        began = time.perf_counter()
+        evaluator.evaluate(images, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
+        times.append(time.perf_counter() - began)
+    return min(times) / len(zeros)

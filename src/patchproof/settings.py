@@ -1,0 +1,170 @@
+"""What can be chosen: plain data with its rules. Nothing heavy is imported: flags are known at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from patchproof.types import InputError, Precision, PrecisionChoice, require_one_of
+
+PlaceSearch = Literal["gradient", "grid", "exhaustive"]
+AttackTarget = Literal["undefended", "defended", "both"]
+Schedule = Literal["step", "cosine", "constant"]
+Optimizer = Literal["sgd", "adamw"]
+Augmentation = Literal["none", "light"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Arithmetic of the passes over masked copies."""
+
+    precision: PrecisionChoice = "fp32"
+    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
+    one that is fastest on this network and these images, on a CPU fp32."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Masked copies in one forward pass, or `auto`."""
+    compile: bool | Literal["auto"] = False
+    """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
+    work lies ahead of a GPU."""
+
+    def __post_init__(self) -> None:
+        require_one_of("precision", self.precision, (*get_args(Precision), "auto"))
+        if self.compile not in (True, False, "auto"):
+            raise InputError(f"compile must be True, False or `auto`, not {self.compile!r}")
+        if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
+            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size!r}")
+
+    @property
+    def fast(self) -> Precision:
+        """The arithmetic of the fast passes; as long as none has been chosen, float32."""
+        return "fp32" if self.precision == "auto" else self.precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchCleanserOptions:
+    """Options of `patchcleanser`."""
+
+    per_axis: int = 3
+    """Masks per axis, at most: 3 is quick, 6 certifies more images at some 15 times the cost."""
+    exhaustive: bool = False
+    """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmOptions:
+    """Options of `alarm`."""
+
+    per_axis: int = 3
+    """Masks per axis, at most: more of them are smaller, and take more passes."""
+
+
+DEFENSE_OPTIONS: Mapping[str, type[Any]] = {"patchcleanser": PatchCleanserOptions, "alarm": AlarmOptions}
+"""Of the defences that are part of the package."""
+
+
+@dataclass(frozen=True)
+class AttackPlan:
+    """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`.
+
+    The first start is the image itself, the others are noise.
+    """
+
+    target: AttackTarget = "both"
+    """What to attack: the classifier alone, the defence, or both."""
+    steps: int = 40
+    """Gradient steps for each start at each place."""
+    restarts: int = 2
+    """Starts at each place: the image's own pixels, then noise."""
+    places: int = 4
+    """Places of the patch that are tried on each image."""
+    place_search: PlaceSearch = "gradient"
+    """Where to put it: where the input gradient is largest, evenly, or everywhere (then `places` does not matter)."""
+    step_size: float = 0.1
+    """Largest change of a pixel in one step; falls linearly to zero over the steps."""
+    only_certified: bool = False
+    """Attack the defence on certified images alone: all effort goes to disproving the certificate."""
+    seed: int = 0
+    """For the noise that patches start from."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "restarts", "places"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.step_size <= 1:
+            raise InputError(f"step_size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
+        require_one_of("place_search", self.place_search, get_args(PlaceSearch))
+        require_one_of("target", self.target, get_args(AttackTarget))
+        if self.only_certified and self.target == "undefended":
+            raise InputError("only_certified is about the defence, and target `undefended` leaves it alone; drop one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The fields of `Plan`, and what they may be."""
+
+    strategy: Any = "greedy"
+    """Which masked copies to learn from (`patchproof ls strategies`)."""
+    epochs: int = 10
+    """Passes over the training images."""
+    batch_size: int = 64
+    """Images of one optimiser step, over all processes."""
+    learning_rate: float | None = None
+    """Default, as in the paper: 0.001 for transformers and ConvNeXt, 0.01 for the rest."""
+    schedule: Schedule = "step"
+    """`step` divides the learning rate by 10 after half of the epochs."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises from zero."""
+    optimizer: Optimizer = "sgd"
+    """SGD is the paper's."""
+    momentum: float = 0.9
+    """Of SGD."""
+    weight_decay: float = 0.0
+    """L2 penalty (sgd) or decoupled decay (adamw)."""
+    label_smoothing: float = 0.0
+    """Share of the target spread over all classes."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, e.g. 0.999, which is then validated and kept; 0 for none."""
+    augment: Augmentation = "none"
+    """`light`: mirror, and crop to 50-100% of the area."""
+    clean_copies: bool = False
+    """Learn from the unmasked images too."""
+    head_only: bool = False
+    """Freeze all layers but the last."""
+    accumulate: int = 1
+    """Parts that each batch is cut into, to save memory; BatchNorm normalises each part by itself."""
+    mask_patch: str = "3%"
+    """The training masks are the 3x3 and 6x6 sets of this patch."""
+    validation_images: int = 500
+    """How many images, always the same ones, are validated after each epoch (3x3 masks)."""
+    seed: int = 0
+    """Everything random follows from it."""
+    precision: Precision = "fp32"
+    """Mixed precision of training and search."""
+    compile: bool = False
+    """Compile the network for the search of `greedy` and `grid`: some seconds at the start, a faster search after."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("schedule", Schedule), ("optimizer", Optimizer), ("augment", Augmentation)):
+            require_one_of(name, getattr(self, name), get_args(allowed))
+        require_one_of("precision", self.precision, get_args(Precision))
+        floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
+        rules = (
+            ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
+            *((name, math.isfinite(getattr(self, name) or 0), "must be finite") for name in floats),
+            ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
+            ("epochs", self.epochs >= 1, "must be at least 1"),
+            ("batch_size", self.batch_size >= 1, "must be at least 1"),
+            ("validation_images", self.validation_images >= 1, "must be at least 1"),
+            ("learning_rate", self.learning_rate is None or self.learning_rate > 0, "must be positive"),
+            ("warmup_epochs", self.warmup_epochs >= 0, "cannot be negative"),
+            ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
+            ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
+            ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
+            ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise InputError(f"{name} {rule}, not {getattr(self, name)}")
