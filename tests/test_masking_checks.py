@@ -120,6 +120,14 @@ def test_auto_takes_the_fastest_way_and_says_why():
     assert (surveyed({}, {}).fastest("auto"), surveyed({}, {}).fastest("bf16")) == ("fp32", "bf16 fp32")
 
 
+def test_a_way_costs_what_its_copies_take_as_far_as_each_goes():
+    open_at = {"fp16": [True, True, False, False], "tf32": [True, False, True, False], "fp32": [False] * 4}
+    masks = {name: torch.tensor(values) for name, values in open_at.items()}
+    rates = _drift.labels_per_second(masks, {"fp16": 1.0, "tf32": 2.0, "fp32": 8.0})
+    costs = {"fp16 fp32": 1 + 8 / 2, "fp16 tf32 fp32": 1 + 2 / 2 + 8 / 4, "tf32 fp32": 2 + 8 / 2, "fp32": 8.0}
+    assert rates == {way: pytest.approx(1 / cost) for way, cost in costs.items()}
+
+
 def test_off_a_gpu_auto_is_float32_and_a_measured_engine_is_never_auto():
     images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     engine = pp.Engine(precision="auto", compile="auto")

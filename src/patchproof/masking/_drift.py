@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from patchproof.masking._evaluator import PARTS, Copies, Evaluator
@@ -152,8 +152,14 @@ def measure_drift(
         logits(some, name)  # type: ignore[arg-type]
         torch.cuda.synchronize(images.device)
         seconds[name] = (time.perf_counter() - started) / len(some)
-    ways = [[name, "fp32"] for name in shares if name != "fp32"] + [["fp32"]]
-    ways += [[name, "tf32", "fp32"] for name in ("fp16", "bf16") if name in shares and "tf32" in shares]
+    return replace(drift, again=shares, labels_per_second=labels_per_second(open_at, seconds))
+
+
+def labels_per_second(open_at: Mapping[str, Bool[Tensor, " j"]], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Of every sequence of precisions that ends in float32, with TF32 between a half precision and that or not: a copy
+    goes on as long as it is open, and each precision costs its seconds per pass."""
+    ways = [[name, "fp32"] for name in open_at if name != "fp32"] + [["fp32"]]
+    ways += [[name, "tf32", "fp32"] for name in ("fp16", "bf16") if {name, "tf32"} <= open_at.keys()]
     rates = {}
     for way in ways:
         left, cost = torch.ones_like(open_at["fp32"]), 0.0
@@ -161,7 +167,7 @@ def measure_drift(
             cost += float(left.float().mean()) * seconds[name]
             left = left & open_at[name]
         rates[" ".join(way)] = 1 / cost
-    return replace(drift, again=shares, labels_per_second=rates)
+    return rates
 
 
 def margin_changes(one: Float[Tensor, "j classes"], other: Float[Tensor, "j classes"]) -> Float[Tensor, " j"]:

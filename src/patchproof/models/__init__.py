@@ -22,7 +22,7 @@ from patchproof.models._load import (
     replace_head,
 )
 from patchproof.models._state import write_state
-from patchproof.models._twin import fingerprint
+from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [
     "EMBEDDED",
@@ -43,6 +43,7 @@ __all__ = [
     "load_classifier",
     "match_labels",
     "replace_head",
+    "rounded",
     "save_checkpoint",
     "sealed",
     "settled",
