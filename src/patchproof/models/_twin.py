@@ -124,7 +124,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast such that every spatial kernel keeps its sum: the smallest tap takes up what rounding the others lost.
 
     Neighbouring pixels are alike, so the sum of a kernel's rounding errors is what reaches the output: for the
-    depthwise convolutions of EfficientNet-lite0, whose kernels have few taps, this leaves a tenth of the error.
+    depthwise convolutions of EfficientNet-lite0, whose kernels have few taps, this leaves an eighth of the error.
     """
     if dtype == weight.dtype or weight[0, 0].numel() == 1:
         return weight
