@@ -48,7 +48,8 @@ class ModelSettings:
     """Which classifier, on which device."""
 
     model: str | None = None
-    """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's."""
+    """Any timm name, one of the package's own (`small`, `bagnet9`, …: `patchproof ls models`), or `file.py:factory` for
+    a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
     `random`; default: what the model is known to have, without a model the embedded demonstration network."""

@@ -21,12 +21,14 @@ from patchproof.models._load import (
     load_classifier,
     replace_head,
 )
+from patchproof.models._networks import NETWORKS
 from patchproof.models._state import write_state
 from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [
     "EMBEDDED",
     "EMBEDDED_SOURCE",
+    "NETWORKS",
     "SEAL",
     "ImageClassifier",
     "adopt",
