@@ -159,6 +159,9 @@ class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings
 class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettings, ModelSettings):
     strategy: str = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
+    loss: str = "cross-entropy"
+    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
+    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     recipe: str | None = None
     """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
     validation: str | None = None

@@ -1,5 +1,6 @@
 """Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
 
+from patchproof.models._bounds import margin_bounds, passable_layers
 from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._checkpoint import (
     SEAL,
@@ -43,7 +44,9 @@ __all__ = [
     "list_models",
     "load_checkpoint",
     "load_classifier",
+    "margin_bounds",
     "match_labels",
+    "passable_layers",
     "replace_head",
     "rounded",
     "save_checkpoint",

@@ -139,6 +139,23 @@ class Cutout(Named):
         return ~(rows[..., :, None] & columns[..., None, :]).any(dim=0)[:, None]
 
 
+@dataclass
+class RandomView(Named):
+    """One band of `band` columns, rows, or both (a block), which wraps around: the rest is hidden (Levine & Feizi)."""
+
+    axes: tuple[bool, bool] = (False, True)
+    band: int = 4
+
+    def copy(self, search: Search, masks: MaskSet) -> Visible:
+        def visible(length: int, cut: bool) -> Bool[Tensor, "b n"]:
+            start = torch.randint(length, (len(search.images), 1), generator=self.generator)
+            inside = (torch.arange(length) - start) % length < (self.band if cut else length)
+            return inside.to(search.images.device)
+
+        rows, columns = map(visible, masks.image_size, self.axes)
+        return (rows[:, :, None] & columns[:, None, :])[:, None]
+
+
 class RandomMasks(Named):
     """rand_k×k: two masks of the set, drawn independently and uniformly."""
 
