@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.data import ArraySource, iterate_batches
@@ -47,7 +47,7 @@ def test_views_show_one_band_that_wraps_around(name, visible, generator):
 
 def test_views_are_named_by_their_width_and_refused_where_wider_than_the_image(generator):
     assert {"column4", "row4", "block12"} <= set(STRATEGIES)
-    with pytest.raises(InputError, match=r"`column17` shows a band wider than the images, which are \(16, 16\)"):
+    with pytest.raises(InputError, match="band must be from 1 to the 16 pixels of the image, not 17"):
         masking_strategy("column17", image_size=(16, 16), generator=generator)
     with pytest.raises(InputError, match="unknown masking strategy `colum4`; did you mean `column4`"):
         pp.Plan(strategy="colum4")
@@ -68,6 +68,7 @@ def test_shifts_take_pixels_of_the_image_by_the_generator_alone():
 def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> float:
     """BagCert's margin in plain Python: every patch, every class."""
     (classes, rows, columns), (size, stride, offset), worst = scores.shape, field, float("inf")
+    values = scores.tolist()
     cells = [(r, q) for r in range(rows) for q in range(columns)]
     for height, width in THREAT.patch_sizes:
         for top in range(16 - height + 1):
@@ -81,7 +82,7 @@ def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> floa
                     and offset + q * stride + size > left
                 }
                 for c in set(range(classes)) - {label}:
-                    lead = sum(float(scores[label, r, q] - scores[c, r, q]) for r, q in cells if (r, q) not in seen)
+                    lead = sum(values[label][r][q] - values[c][r][q] for r, q in cells if (r, q) not in seen)
                     worst = min(worst, lead - len(seen))
     return worst / len(cells)
 
@@ -138,9 +139,19 @@ def hinge(classifier, images, labels, progress):
 
 seen: list[float] = []
 
+
+def certified(classifier: pp.ImageClassifier) -> bool:
+    """By interval bounds, for a patch in the middle of every image."""
+    images = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24)).images / 255
+    labels, (lower, upper) = torch.arange(24) % 2, (images.clone(), images.clone())
+    lower[..., 6:9, 6:9], upper[..., 6:9, 6:9] = 0, 1
+    bounds = margin_bounds(classifier, lower, upper, labels)
+    return bool((bounds.gather(1, 1 - labels[:, None]) > 0).all())
+
+
 TRAINED = [
     ("bagnet5", {"loss": "bagcert", "strategy": "none"}),
-    ("cnn_ibp", {"loss": "ibp", "strategy": "none", "optimizer": "adamw", "learning_rate": 0.0005}),
+    ("cnn_ibp", {"loss": "ibp", "strategy": "none", "optimizer": "adamw", "learning_rate": 0.01}),
     ("resnet18_ablated", {"strategy": "column4", "augment": "shift"}),
     ("small", {"loss": hinge, "strategy": "none"}),
 ]
@@ -152,16 +163,23 @@ def test_every_loss_trains_through_the_same_loop(model, how):
     with seeded(1):
         if model == "bagnet5":
             classifier.module = BagNet(2, blocks=[(16, 3, 1), (16, 1, 1)])
+        if model == "cnn_ibp":
+            layers = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
+            classifier.module = nn.Sequential(*layers)
         if model == "resnet18_ablated":
             classifier.module = AblatedResNet(2, widths=(16, 32))
     plan = pp.Plan(epochs=8, batch_size=8, learning_rate=0.05, mask_patch="3px", schedule="constant")
     reports: list[float] = []
+    if model == "cnn_ibp":  # as the certificate that it is the bound of
+        assert not certified(classifier)
     pp.train(classifier, source(), dataclasses.replace(plan, **how), on_step=lambda step: reports.append(step.loss))
     assert len(reports) == 24
     assert np.isfinite(reports).all()
     batch = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24))
     right = classifier(batch.images / 255).argmax(dim=1) == batch.labels
     assert int(right.sum()) == 24
+    if model == "cnn_ibp":
+        assert certified(classifier)
     if how.get("loss") is hinge:
         assert seen == [step / 24 for step in range(24)]
 

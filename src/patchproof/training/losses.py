@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat
+from patchproof.geometry import Fields, PatchThreat, Windows
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
-from patchproof.types import InputError
+from patchproof.types import InputError, Size
 
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
 
@@ -53,28 +54,16 @@ class BagCertHinge:
         field: tuple[int, int, int],
     ) -> Float[Tensor, " b"]:
         """m / number of cells."""
-        every = torch.arange(len(scores), device=scores.device)
-        lead = scores[every, labels][:, None] - scores
-        total, cells = lead.sum(dim=(2, 3)), scores.shape[2] * scores.shape[3]
-        worst = []
-        for size in self.threat.patch_sizes:
-            rows, columns = (
-                touched(side, patch, field, count).to(scores)
-                for side, patch, count in zip(self.threat.image_size, size, scores.shape[2:], strict=True)
-            )
-            inside = torch.einsum("pr,bkrq,sq->bkps", rows, lead, columns)
-            margin = total[..., None, None] - inside - rows.sum(dim=1)[:, None] * columns.sum(dim=1)
-            worst.append(margin.flatten(2).amin(dim=2))
-        others = torch.stack(worst).amin(dim=0).scatter(1, labels[:, None], torch.inf)
-        return others.amin(dim=1) / cells
+        windows = windows_of(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
+        every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
+        lead = cells[every, labels][:, None] - cells
+        margin = (windows.outside(lead) - windows.sizes).amin(dim=2).scatter(1, labels[:, None], torch.inf)
+        return margin.amin(dim=1) / cells.shape[2]
 
 
-def touched(side: int, patch: int, field: tuple[int, int, int], cells: int) -> Bool[Tensor, "positions cells"]:
-    """On one axis: which cells see the patch at each position."""
-    size, stride, offset = field
-    first = offset + stride * torch.arange(cells)
-    position = torch.arange(side - patch + 1)[:, None]
-    return (first < position + patch) & (first + size > position)
+@lru_cache(maxsize=8)
+def windows_of(threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device) -> Windows:
+    return Fields.receptive(threat.image_size, grid, field).touched_by(threat).to(device)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import MaskSet
+from patchproof.geometry import Ablation, Fields, MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import Classifier, InputError
@@ -141,18 +141,19 @@ class Cutout(Named):
 
 @dataclass
 class RandomView(Named):
-    """One band of `band` columns, rows, or both (a block), which wraps around: the rest is hidden (Levine & Feizi)."""
+    """A random view of ablation smoothing: `band` columns, rows or both (a block), which wrap around, and no more."""
 
-    axes: tuple[bool, bool] = (False, True)
+    ablation: Ablation = "column"
     band: int = 4
 
-    def copy(self, search: Search, masks: MaskSet) -> Visible:
-        def visible(length: int, cut: bool) -> Bool[Tensor, "b n"]:
-            start = torch.randint(length, (len(search.images), 1), generator=self.generator)
-            inside = (torch.arange(length) - start) % length < (self.band if cut else length)
-            return inside.to(search.images.device)
+    def __post_init__(self) -> None:
+        self.fields = Fields.bands(self.mask_sets[0].image_size, self.ablation, self.band)
 
-        rows, columns = map(visible, masks.image_size, self.axes)
+    def copy(self, search: Search, masks: MaskSet) -> Visible:
+        rows, columns = (
+            seen[torch.randint(len(seen), (len(search.images),), generator=self.generator)].to(search.images.device)
+            for seen in (self.fields.rows, self.fields.columns)
+        )
         return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 

@@ -76,11 +76,12 @@ def _view(name: str) -> StrategyEntry | None:
     found = VIEW.fullmatch(name)
     if found is None:
         return None
-    kind, band = found[1], int(found[2])
+    kind: Any = found[1]
+    band = int(found[2])
     words = (
         f"one random {kind if kind == 'block' else f'band of {kind}s'} {band} wide, wrapping around, and nothing else"
     )
-    return StrategyEntry(words, partial(RandomView, axes=(kind != "column", kind != "row"), band=band))
+    return StrategyEntry(words, partial(RandomView, ablation=kind, band=band))
 
 
 STRATEGIES = {
@@ -116,8 +117,6 @@ def masking_strategy(
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
     entry: Any = STRATEGIES.get(name) or _view(name)
-    if isinstance(entry.kind, partial) and entry.kind.keywords["band"] > min(image_size):
-        raise InputError(f"the strategy `{name}` shows a band wider than the images, which are {image_size}")
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
     return entry.kind(sets, generator, engine or Engine())
 
