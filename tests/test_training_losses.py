@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.data import ArraySource, iterate_batches
-from patchproof.models import load_classifier, margin_bounds
+from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._bagnet import BagNet
 from patchproof.models._classifier import seeded
 from patchproof.models._small import AblatedResNet
@@ -140,7 +140,7 @@ def hinge(classifier, images, labels, progress):
 seen: list[float] = []
 
 
-def certified(classifier: pp.ImageClassifier) -> bool:
+def certified(classifier: ImageClassifier) -> bool:
     """By interval bounds, for a patch in the middle of every image."""
     images = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24)).images / 255
     labels, (lower, upper) = torch.arange(24) % 2, (images.clone(), images.clone())

@@ -61,7 +61,16 @@ class AlarmOptions:
     """Masks per axis, at most: more of them are smaller, and take more passes."""
 
 
-DEFENSE_OPTIONS: Mapping[str, type[Any]] = {"patchcleanser": PatchCleanserOptions, "alarm": AlarmOptions}
+@dataclass(frozen=True, kw_only=True)
+class IbpOptions:
+    """Options of `ibp`: none, the network decides everything."""
+
+
+DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
+    "patchcleanser": PatchCleanserOptions,
+    "alarm": AlarmOptions,
+    "ibp": IbpOptions,
+}
 """Of the defences that are part of the package."""
 
 
