@@ -28,7 +28,7 @@ STEP = 1 / 4096
 
 
 class Scripted:
-    """Answers for each view, or each cell, as written: `clean[i]` without a patch in view, else `attacks[number][i]`."""
+    """Answers for each view, or each cell, as written: `clean[i]` without a patch, else `attacks[number][i]`."""
 
     fill = (0.0,)
     num_classes = CLASSES
