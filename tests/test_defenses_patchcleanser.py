@@ -260,7 +260,7 @@ def test_wrong_images_and_labels_are_refused_and_none_have_no_answers():
     none, labels = torch.zeros(0, 1, 6, 6), torch.zeros(0, dtype=torch.int64)
     assert defense.predict(none).tolist() == defense.certify(none, labels).certified.tolist() == []
     assert defense.assess(none).predictions.tolist() == []
-    with pytest.raises(InputError, match=r"the images are \(8, 8\), the masks are for \(6, 6\)"):
+    with pytest.raises(InputError, match=r"the images are \(8, 8\), the threat is for \(6, 6\)"):
         defense.predict(torch.zeros(1, 1, 8, 8))
     with pytest.raises(InputError, match="labels run from -1 to 3, but the classifier has the outputs 0 to 2"):
         defense.certify(torch.rand(2, 1, 6, 6), torch.tensor([-1, 3]))

@@ -15,6 +15,8 @@ LossName = Literal["cross-entropy", "bagcert", "ibp"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
 Augmentation = Literal["none", "light", "shift"]
+Ablation = Literal["column", "row", "block"]
+Certificate = Literal["count", "exact"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,79 @@ class AlarmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IbpOptions:
-    """Options of `ibp`: none, the network decides everything."""
+class PatchGuardSmoothingOptions:
+    """Options of `patchguard-smoothing`."""
+
+    ablation: Ablation = "column"
+    """What a view shows: a band of columns, of rows, or a block."""
+    band: int = 4
+    """Width of the band (side of the block) in pixels."""
+    threshold: float = 0.3
+    """A view votes for every class whose probability is at least this."""
+
+    def __post_init__(self) -> None:
+        require_one_of("ablation", self.ablation, get_args(Ablation))
+        if not 0 < self.threshold < 1:
+            raise InputError(f"threshold must be in (0, 1), not {self.threshold}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothingOptions(PatchGuardSmoothingOptions):
+    """Options of `derandomized-smoothing`."""
+
+    certificate: Certificate = "count"
+    """`count` is the paper's: votes lead by more than twice what a patch can touch. `exact` looks at each place of the
+    patch, and never certifies less."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of("certificate", self.certificate, get_args(Certificate))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothedViTOptions:
+    """Options of `smoothed-vit`."""
+
+    ablation: Ablation = "column"
+    """What a view shows: a band of columns, of rows, or a block."""
+    band: int = 19
+    """Width of the band (side of the block) in pixels."""
+    stride: int = 10
+    """Pixels from one view to the next."""
+    certificate: Certificate = "count"
+    """`count` is the paper's, with Δ counted; `exact` looks at each place of the patch, and never certifies less."""
+
+    def __post_init__(self) -> None:
+        require_one_of("ablation", self.ablation, get_args(Ablation))
+        require_one_of("certificate", self.certificate, get_args(Certificate))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagCertOptions:
+    """Options of `bagcert`."""
+
+    score: Literal["step", "sigmoid"] = "step"
+    """Local scores: 0 or 1 by the sign of the local logit, or its sigmoid."""
+
+    def __post_init__(self) -> None:
+        require_one_of("score", self.score, ("step", "sigmoid"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """Of a defence that has none."""
 
 
 DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
     "patchcleanser": PatchCleanserOptions,
     "alarm": AlarmOptions,
-    "ibp": IbpOptions,
+    "derandomized-smoothing": SmoothingOptions,
+    "smoothed-vit": SmoothedViTOptions,
+    "clipped-bagnet": NoOptions,
+    "patchguard-bagnet": NoOptions,
+    "patchguard-smoothing": PatchGuardSmoothingOptions,
+    "bagcert": BagCertOptions,
+    "ibp": NoOptions,
 }
 """Of the defences that are part of the package."""
 

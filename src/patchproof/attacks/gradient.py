@@ -240,11 +240,12 @@ def undefended_attacks(
 def defended_attacks(
     defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None, on_step: OnStep | None = None
 ) -> list[Attack]:
-    """Against a defence, adaptively where it says how it can fail (`objectives()`); through its classifier alone where
-    it only has that; with noise where it has neither."""
+    """Against a defence, adaptively where it says how it can fail (`objectives()`) or has differentiable scores
+    (`surrogate`); through its classifier alone where it only has that; with noise where it has none of them."""
     classifier = getattr(defense, "classifier", None)
     if classifier is None:
         return [NoiseAttack(defense, defense.threat, plan)]
-    evaluator = Evaluator(classifier, engine or getattr(defense, "engine", None) or Engine())
+    climbed = getattr(defense, "surrogate", classifier)
+    evaluator = Evaluator(climbed, engine or getattr(defense, "engine", None) or Engine())
     ways: Sequence[Objective] = defense.objectives() if hasattr(defense, "objectives") else (Misclassify("margin"),)
     return [GradientAttack(evaluator, defense, defense.threat, each, plan=plan, on_step=on_step) for each in ways]

@@ -11,7 +11,9 @@ from patchproof.defenses._base import Assessment, Certificates, Defense, MaskedD
 from patchproof.defenses._table import MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
+from patchproof.defenses.local import BagCert, ClippedBagNet, LocalDefense, PatchGuardBagNet
 from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two_mask_labels
+from patchproof.defenses.smoothing import DerandomizedSmoothing, PatchGuardSmoothing, SmoothedViT
 from patchproof.geometry import PatchThreat
 from patchproof.masking import Engine
 from patchproof.types import Classifier, InputError
@@ -38,6 +40,20 @@ DEFENSES: Mapping[str, DefenseEntry] = {
         "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
     ),
     Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
+    DerandomizedSmoothing.name: DefenseEntry(
+        "votes of views that show a band of the image (Levine & Feizi 2020)", DerandomizedSmoothing
+    ),
+    SmoothedViT.name: DefenseEntry(
+        "the same with fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)", SmoothedViT
+    ),
+    ClippedBagNet.name: DefenseEntry("clipped local logits of a BagNet (Zhang et al. 2020)", ClippedBagNet),
+    PatchGuardBagNet.name: DefenseEntry(
+        "local logits without each class's most evident window (Xiang et al. 2021)", PatchGuardBagNet
+    ),
+    PatchGuardSmoothing.name: DefenseEntry(
+        "votes of views without each class's most evident window (Xiang et al. 2021)", PatchGuardSmoothing
+    ),
+    BagCert.name: DefenseEntry("local scores trained for their certificate (Metzen & Yatsura 2021)", BagCert),
 }
 """What `defense` and the command line know by name."""
 
@@ -62,13 +78,20 @@ __all__ = [
     "DEFENSES",
     "Alarm",
     "Assessment",
+    "BagCert",
     "Certificates",
+    "ClippedBagNet",
     "Defense",
     "DefenseEntry",
+    "DerandomizedSmoothing",
     "IntervalBounds",
+    "LocalDefense",
     "MaskTable",
     "MaskedDefense",
     "PatchCleanser",
+    "PatchGuardBagNet",
+    "PatchGuardSmoothing",
+    "SmoothedViT",
     "assess",
     "defense",
     "device_of",

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import MaskSet, PatchThreat, covering_masks
+from patchproof.geometry import Fields, MaskSet, PatchThreat, covering_masks
 from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
 from patchproof.models import fingerprint
-from patchproof.types import CheckError, Classifier, InputError
+from patchproof.types import CheckError, Classifier, InputError, Size
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -60,11 +60,11 @@ class Defense(Protocol):
     or raises an alarm (detection: predict(x′) ∈ {y, −1}).
 
     Optional: `classifier`, whose answers are the undefended ones and on which τ is measured; `assess(images, labels)`,
-    to answer and certify together; `masks`, whose occlusions τ is measured under; `engine` and `with_engine(measured)`,
-    to be given the τ; `objectives()`, ways to fail for attacks to climb; `explain(image)`, all that the answer follows
-    from, as JSON, to keep with a certificate that fell; `images_at_once`, a good number of images per call;
-    `most_passes`, those that an image takes at most; `evidence`, the names that records of images that could not be
-    read leave empty.
+    to answer and certify together; `occlusions` (or `masks`), under which τ is measured; `engine` and
+    `with_engine(measured)`, to be given the τ; `objectives()`, ways to fail for attacks to climb; `surrogate(images)`,
+    differentiable scores for them to climb instead of F; `explain(image)`, all that the answer follows from, as JSON,
+    to keep with a certificate that fell; `images_at_once`, a good number of images per call; `most_passes`, those that
+    an image takes at most; `evidence`, the names that records of images that could not be read leave empty.
     """
 
     @property
@@ -129,12 +129,70 @@ def device_of(defense: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-@dataclass(frozen=True)
-class MaskedDefense:
-    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜.
+def require_images(images: Tensor, image_size: Size) -> None:
+    """Refuse what are no images of the threat's size."""
+    if images.ndim != 4 or not images.is_floating_point():
+        raise InputError(
+            f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
+            f"{tuple(images.shape)}"
+        )
+    if tuple(images.shape[-2:]) != image_size:
+        raise InputError(
+            f"the images are {tuple(images.shape[-2:])}, the threat is for {image_size}; "
+            "resize the images, or build the threat for their size"
+        )
+
+
+def require_one_patch(name: str, threat: PatchThreat) -> None:
+    if threat.patches != 1:
+        raise InputError(f"{name} certifies against one patch, not {threat.patches}; patchcleanser and alarm know two")
+
+
+class EvaluatedDefense:
+    """What defences share that ask one `evaluator` about copies of an image under their `occlusions`.
 
     Without a measured engine, τ is measured on the images of the first `certify`, before anything is certified.
     """
+
+    classifier: Classifier
+    threat: PatchThreat
+    engine: Engine
+    evaluator: Evaluator
+
+    @property
+    def occlusions(self) -> MaskSet | Fields:
+        raise NotImplementedError
+
+    @property
+    def chunk(self) -> int:
+        """Masked copies in one pass."""
+        size = self.engine.batch_size
+        return default_batch(self.threat.image_size, device_of(self)) if size == "auto" else size
+
+    def with_engine(self, engine: Measured) -> Any:
+        return replace(self, engine=engine)  # type: ignore[type-var]
+
+    def arithmetic(self) -> dict[str, Any]:
+        """What `describe` says of the engine; on a CPU `auto` stands for something known."""
+        cuda, engine = device_of(self).type == "cuda", self.engine
+        return {
+            "precision": engine.precision if cuda else engine.fast,
+            "compile": engine.compile if cuda else engine.compile is True,
+        }
+
+    def measure(self, images: Float[Tensor, "b c h w"]) -> None:
+        """Earn τ on these images, unless the engine has it already; again when the weights have changed since."""
+        if isinstance(self.engine, Measured) or not len(images):
+            return
+        now = fingerprint(self.classifier) if isinstance(self.classifier, nn.Module) else ()
+        if not isinstance(self.evaluator.engine, Measured) or self.evaluator.measured_on != now:
+            measured, _ = check_classifier(self.classifier, images, self.occlusions, engine=self.engine)
+            self.evaluator.engine, self.evaluator.measured_on = measured, now
+
+
+@dataclass(frozen=True)
+class MaskedDefense(EvaluatedDefense):
+    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜."""
 
     classifier: Classifier
     masks: MaskSet
@@ -155,26 +213,21 @@ class MaskedDefense:
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 
+    @property
+    def occlusions(self) -> MaskSet:
+        return self.masks
+
     @classmethod
     def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, per_axis: int, **options: Any) -> Any:
         """With the covering masks of the threat, `per_axis` of them on each axis."""
         return cls(classifier, covering_masks(threat, per_axis=per_axis), threat, engine=engine, **options)
 
-    def with_engine(self, engine: Measured) -> Any:
-        return replace(self, engine=engine)
-
     @property
     def images_at_once(self) -> int:
         """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
         enough that records come often."""
-        device = device_of(self)
-        chunk = (
-            default_batch(self.threat.image_size, device)
-            if self.engine.batch_size == "auto"
-            else self.engine.batch_size
-        )
         most = max(1, TABLE_CELLS // self.most_passes)  # the more masks, the fewer images
-        return max(1, min(most, chunk // (2 if device.type == "cuda" else BLOCK)))
+        return max(1, min(most, self.chunk // (2 if device_of(self).type == "cuda" else BLOCK)))
 
     @property
     def most_passes(self) -> int:
@@ -194,18 +247,8 @@ class MaskedDefense:
             "image_size": list(self.threat.image_size),
             "patch_sizes": [list(size) for size in self.threat.patch_sizes],
             "masks": masks,
-            "precision": self.engine.precision if device_of(self).type == "cuda" else self.engine.fast,
-            "compile": self.engine.compile if device_of(self).type == "cuda" else self.engine.compile is True,
+            **self.arithmetic(),
         }
-
-    def measure(self, images: Float[Tensor, "b c h w"]) -> None:
-        """Earn τ on these images, unless the engine has it already; again when the weights have changed since."""
-        if isinstance(self.engine, Measured) or not len(images):
-            return
-        now = fingerprint(self.classifier) if isinstance(self.classifier, nn.Module) else ()
-        if not isinstance(self.evaluator.engine, Measured) or self.evaluator.measured_on != now:
-            measured, _ = check_classifier(self.classifier, images, self.masks, engine=self.engine)
-            self.evaluator.engine, self.evaluator.measured_on = measured, now
 
     def table(
         self,
@@ -214,16 +257,7 @@ class MaskedDefense:
         cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
     ) -> MaskTable:
         """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
-        if images.ndim != 4 or not images.is_floating_point():
-            raise InputError(
-                f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
-                f"{tuple(images.shape)}"
-            )
-        if tuple(images.shape[-2:]) != self.masks.image_size:
-            raise InputError(
-                f"the images are {tuple(images.shape[-2:])}, the masks are for {self.masks.image_size}; "
-                "resize the images, or build the threat and masks for their size"
-            )
+        require_images(images, self.masks.image_size)
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry import MaskSet
+from patchproof.geometry import Fields, MaskSet
 from patchproof.masking import Aim, CleanAnswers, Objective, Views, label_margin
 from patchproof.types import Size
 
@@ -140,6 +141,47 @@ class SilentAgreement(Objective):
         """No mask that hides the place answers y."""
         right = clean.logits[:, : len(self.masks)].argmax(dim=2) == clean.labels[:, None]
         return (right.float() @ hides.float().T) < 0.5
+
+
+@dataclass(frozen=True)
+class StolenVotes(Objective):
+    """The views that show the patch vote for one wrong class, and no longer for y.
+
+    With a `threshold`, a view votes for every class of at least that probability; otherwise for its argmax.
+    """
+
+    shown: Fields
+    threshold: float | None = None
+
+    def views(self, image_size: Size, device: torch.device) -> Views:
+        every = torch.arange(len(self.shown))
+        return Views.of(image_size, device, self.shown.keep(device), (every, every))
+
+    def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
+        return torch.arange(len(self.shown), device=views.first.device)
+
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+        """Towards the class that leads most where the patch does not show."""
+        count = len(self.shown)
+        shows = clean.shows(places)[:, :count]
+        rest = torch.where(shows.all(dim=1, keepdim=True), shows, ~shows)
+        view = torch.arange(count, device=places.device).expand(len(places), -1)
+        probability = clean.logits[:, :count].softmax(dim=2)
+        return Aim(view, shows, strongest_wrong(_mean(probability, rest[:, :, None]), clean.labels))
+
+    def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
+        if self.threshold is None:
+            return _mean(label_margin(logits, aim.wrong).clamp(max=ENOUGH), aim.used)
+        odds = math.log(self.threshold / (1 - self.threshold))
+
+        def above(classes: Tensor) -> Tensor:
+            """Log-odds of a class in each view, above those of the threshold."""
+            rows = classes[:, None, None].expand(*logits.shape[:2], 1)
+            rest = logits.scatter(2, rows, -torch.inf).logsumexp(dim=2)
+            return logits.gather(2, rows)[:, :, 0] - rest - odds
+
+        votes = above(aim.wrong).clamp(max=ENOUGH) - above(labels).clamp(min=-ENOUGH)
+        return _mean(votes, aim.used)
 
 
 def strongest_wrong(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Int64[Tensor, " j"]:

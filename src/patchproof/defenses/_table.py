@@ -15,6 +15,12 @@ BLOCK = 4
 """Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
 
 
+def require_labels(labels: Tensor, count: int) -> None:
+    if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
+        given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"labels must be a tensor of one int64 number for each of the {count} images, not {given}")
+
+
 @dataclass
 class MaskTable:
     """F(x_b ⊙ m_first[u] ⊙ m_second[u]), cell by cell: each is evaluated when first asked for, once, and remembered.
@@ -46,11 +52,7 @@ class MaskTable:
 
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
         """
-        if not (isinstance(labels, Tensor) and labels.shape == self.images.shape[:1] and labels.dtype == torch.int64):
-            given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise InputError(
-                f"labels must be a tensor of one int64 number for each of the {len(self.images)} images, not {given}"
-            )
+        require_labels(labels, len(self.images))
         self.labels = labels.cpu()
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)
         return self

@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Certificates, Guarantee, device_of
+from patchproof.defenses._base import Certificates, Guarantee, device_of, require_images, require_one_patch
+from patchproof.defenses._table import require_labels
 from patchproof.geometry import PatchThreat, all_places, inside
 from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes
 from patchproof.models import margin_bounds, passable_layers
-from patchproof.settings import IbpOptions
+from patchproof.settings import NoOptions
 from patchproof.types import Classifier, InputError
 
 
@@ -33,14 +34,15 @@ class IntervalBounds:
 
     name: ClassVar[str] = "ibp"
     guarantee: ClassVar[Guarantee] = "recovery"
-    evidence: ClassVar[Sequence[str]] = ("weakest",)
-    Options: ClassVar[type[Any]] = IbpOptions
+    evidence: ClassVar[Sequence[str]] = ("worst",)
+    Options: ClassVar[type[Any]] = NoOptions
 
     def __post_init__(self) -> None:
-        if self.threat.patches != 1:
-            raise InputError(f"ibp certifies against one patch at a time, not {self.threat.patches}")
+        require_one_patch(self.name, self.threat)
         if not isinstance(self.classifier, nn.Module):
             raise InputError(f"ibp needs a network of known layers, not {type(self.classifier).__name__}")
+        if self.engine.precision not in ("fp32", "auto"):
+            raise InputError(f"ibp computes in float64; leave precision at fp32, not {self.engine.precision}")
         with evaluating(self.classifier):
             list(passable_layers(self.classifier))
 
@@ -78,15 +80,15 @@ class IntervalBounds:
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """Bounds at every position, giving up on an image at its first bound that is not positive.
 
-        A pass carries bounds from the pixels to the margins, for about twice the cost of a forward pass. `weakest` is
+        A pass carries bounds from the pixels to the margins, for about twice the cost of a forward pass. `worst` is
         the position and the other class with the smallest bound of those computed.
         """
-        if tuple(images.shape[-2:]) != self.threat.image_size:
-            raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {self.threat.image_size}")
+        require_images(images, self.threat.image_size)
+        require_labels(labels, len(images))
         parts = zip(images.split(self.images_at_once), labels.split(self.images_at_once), strict=True)
         found = [self._certified(*part) for part in parts]
         bound, forwards, place, label = (torch.cat(values) for values in zip(*found, strict=True))
-        return Certificates(bound > 0, bound.float(), forwards, {"weakest.place": place, "weakest.label": label})
+        return Certificates(bound > 0, bound.float(), forwards, {"worst.place": place, "worst.label": label})
 
     def _certified(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Smallest bound, passes, and the position and class it was found at, for images that fit into one pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchproof.geometry._fields import Ablation, Fields, Windows
+from patchproof.geometry._fields import Fields, Windows
 from patchproof.geometry._masks import (
     MaskSet,
     PatchThreat,
@@ -27,7 +27,6 @@ from patchproof.geometry._native import (
 from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, mass_inside
 
 __all__ = [
-    "Ablation",
     "Fields",
     "MaskSet",
     "PatchThreat",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 from patchproof.geometry._masks import PatchThreat
+from patchproof.settings import Ablation
 from patchproof.types import InputError, Size
-
-Ablation = Literal["column", "row", "block"]
 
 
 @dataclass(frozen=True)

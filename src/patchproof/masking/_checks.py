@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from patchproof.geometry import MaskSet
+from patchproof.geometry import Fields, MaskSet
 from patchproof.masking._arithmetic import network
 from patchproof.masking._drift import COPIES, Drift, measure_drift
 from patchproof.masking._evaluator import Copies, Evaluator
@@ -26,7 +26,7 @@ FAILURES = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, Att
 def check_classifier(
     classifier: Classifier,
     images: Float[Tensor, "b c h w"],
-    masks: MaskSet,
+    masks: MaskSet | Fields,
     *,
     num_classes: int | None = None,
     engine: Engine | None = None,
@@ -77,7 +77,7 @@ def check_classifier(
     return measured, drift
 
 
-def _check_images(images: Tensor, masks: MaskSet) -> None:
+def _check_images(images: Tensor, masks: MaskSet | Fields) -> None:
     if images.ndim != 4 or not images.numel() or tuple(images.shape[-2:]) != masks.image_size:
         raise InputError(
             f"images must be (images, channels, height, width), at least one, of the masks' {masks.image_size}, not of "

@@ -91,5 +91,5 @@ def _measured(defense: Any, engine: Engine, images: Tensor, copies: int, work: i
 def _masks(defense: Any) -> Any:
     """The occlusions to measure under: the defence's own, or those of a covering set."""
     threat: PatchThreat = defense.threat
-    own = getattr(defense, "masks", None)
+    own = getattr(defense, "occlusions", getattr(defense, "masks", None))
     return covering_masks(threat, per_axis=3) if own is None else own

@@ -1,0 +1,236 @@
+"""Defences on local evidence: cells with a small receptive field, of which a patch touches only a few.
+
+The classifier has `local_logits(images)` "b classes rows columns" and `receptive_field` = (size, stride, offset): cell
+(r, q) sees the pixels from offset + r·stride on, `size` of them, and the like for columns. Local logits are computed in
+float64, so that rounding stays far below `ROUNDING`; the rules hold for logits that are off by that much.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from patchproof.defenses._base import Assessment, Certificates, Guarantee, require_images, require_one_patch
+from patchproof.defenses._rules import bounded_lead, certificates, robust_masking, robust_masking_lead
+from patchproof.defenses._table import require_labels
+from patchproof.geometry import Fields, PatchThreat, Windows
+from patchproof.masking import Engine, evaluating
+from patchproof.models import fingerprint
+from patchproof.settings import BagCertOptions, NoOptions
+from patchproof.types import CheckError, Classifier, InputError, Size
+
+ROUNDING = 1e-6
+"""What float64 local logits are assumed to be off by, as a share of the largest |logit|: rounding is a millionth of
+it. Leads must exceed this share of one cell's evidence, too."""
+
+PROBED_CELLS = 16
+"""Cells whose receptive field is tried, by changing everything outside it."""
+
+IMAGES = 64
+"""Images per pass."""
+
+
+@cache
+def receptive_windows(threat: PatchThreat, grid: Size, receptive_field: tuple[int, int, int]) -> Windows:
+    return Fields.receptive(threat.image_size, grid, receptive_field).touched_by(threat)
+
+
+class Exact:
+    """The classifier's local logits in float64, made again when its weights have changed."""
+
+    def __init__(self, classifier: Any) -> None:
+        self.classifier, self.copied, self.checked = classifier, (None, classifier), False
+
+    @property
+    def receptive_field(self) -> tuple[int, int, int]:
+        size, stride, offset = map(int, self.classifier.receptive_field)
+        return size, stride, offset
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        if isinstance(self.classifier, nn.Module):
+            now = fingerprint(self.classifier)
+            if self.copied[0] != now:
+                self.copied, self.checked = (now, copy.deepcopy(self.classifier).double()), False  # type: ignore[assignment]
+        network: Any = self.copied[1]
+        with torch.no_grad(), evaluating(network):
+            parts = [network.local_logits(part) for part in images.double().split(IMAGES)]
+        for logits in parts:
+            if not (isinstance(logits, Tensor) and logits.ndim == 4):
+                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise CheckError(f"local_logits must return (images, classes, rows, columns), not {got}")
+        return torch.cat(parts).double()
+
+    def check_fields(self, images: Tensor, logits: Tensor, image_size: Size) -> None:
+        """Refuse a receptive field that is not what it says: change all pixels outside it and compare, once."""
+        if self.checked or not len(images):
+            return
+        self.checked = True
+        rows, columns = self.local_logits(images[:1]).shape[2:]
+        keep = Fields.receptive(image_size, (rows, columns), self.receptive_field).keep(images.device)
+        cells = torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist()
+        noise = torch.rand(images[:1].shape, generator=torch.Generator().manual_seed(0)).to(images)
+        for cell in cells:
+            other = self.local_logits(torch.where(keep[cell], images[:1], noise)).flatten(2)[0, :, cell]
+            change = float((other - logits[0, :, cell]).abs().max())
+            if change > ROUNDING * float(logits[0].abs().max().clamp(min=1)):
+                row, column = divmod(cell, columns)
+                raise CheckError(
+                    f"the receptive field {self.receptive_field} (size, stride, offset) is not what "
+                    f"the network has: pixels outside it change the logits of cell ({row}, {column}) by {change:.3g}"
+                )
+
+
+@dataclass(frozen=True)
+class LocalDefense:
+    """Common ground: evidence from local logits, windows from the receptive field, leads from a rule."""
+
+    classifier: Classifier
+    threat: PatchThreat
+    engine: Engine = field(default_factory=Engine, kw_only=True)
+    exact: Exact = field(init=False, repr=False, compare=False)
+
+    name: ClassVar[str]
+    guarantee: ClassVar[Guarantee] = "recovery"
+    evidence: ClassVar[Sequence[str]] = ("worst",)
+    Options: ClassVar[type[Any]] = NoOptions
+    most_passes: ClassVar[int] = 1
+    images_at_once: ClassVar[int] = IMAGES
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.classifier, "local_logits") or not hasattr(self.classifier, "receptive_field"):
+            kind = getattr(self.classifier, "architecture", type(self.classifier).__name__)
+            raise InputError(
+                f"{self.name} needs a classifier with `local_logits` and `receptive_field`, which {kind} lacks; "
+                'e.g. load_classifier("bagnet9")'
+            )
+        require_one_patch(self.name, self.threat)
+        if self.engine.precision not in ("fp32", "auto"):
+            raise InputError(f"{self.name} computes in float64; leave precision at fp32, not {self.engine.precision}")
+        object.__setattr__(self, "exact", Exact(self.classifier))
+
+    @classmethod
+    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
+        return cls(classifier, threat, engine=engine, **options)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "image_size": list(self.threat.image_size),
+            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+            "receptive_field": list(self.exact.receptive_field),
+            "arithmetic": "float64",
+        }
+
+    def local_evidence(self, logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes n"]:
+        """e(l), which may not fall where l rises."""
+        raise NotImplementedError
+
+    def soft_evidence(self, logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes n"]:
+        """The same with a slope that an attack can climb."""
+        return self.local_evidence(logits)
+
+    def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
+        """What the answer is the argmax of."""
+        return evidence.sum(dim=2)
+
+    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Float[Tensor, "b classes a"]:
+        """Of y over every class under every patch (see `_rules`)."""
+        raise NotImplementedError
+
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
+        logits, windows = self.local(images)
+        return self.scores(self.local_evidence(logits), windows).argmax(dim=1)
+
+    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
+        return self.assess(images, labels).certificates
+
+    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
+        """Predict and certify from one pass per image."""
+        logits, windows = self.local(images)
+        self.exact.check_fields(images, logits, self.threat.image_size)
+        predictions = self.scores(self.local_evidence(logits), windows).argmax(dim=1)
+        asked = predictions if labels is None else labels.to(images.device)
+        require_labels(asked, len(images))
+        off = ROUNDING * logits.abs().amax().clamp(min=1) if len(logits) else 0
+        low, high = self.local_evidence(logits - off), self.local_evidence(logits + off)
+        lead = self.lead(low, high, asked, windows)
+        return Assessment(predictions, certificates(lead, asked, windows, passes=1, above=ROUNDING))
+
+    def local(self, images: Float[Tensor, "b c h w"]) -> tuple[Float[Tensor, "b classes n"], Windows]:
+        """The local logits in float64, cell by cell, and the windows of the threat."""
+        require_images(images, self.threat.image_size)
+        logits = self.exact.local_logits(images)
+        return logits.flatten(2), self.windows(logits)
+
+    def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
+        grid = (int(logits.shape[2]), int(logits.shape[3]))
+        return receptive_windows(self.threat, grid, self.exact.receptive_field).to(logits.device)
+
+    def surrogate(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """The scores with gradients, for attacks."""
+        local: Tensor = self.classifier.local_logits(images)  # type: ignore[attr-defined]
+        return self.scores(self.soft_evidence(local.flatten(2).float()), self.windows(local))
+
+
+@dataclass(frozen=True)
+class ClippedBagNet(LocalDefense):
+    """e = tanh(0.05·l − 1) ∈ (−1, 1), the answer is the argmax of its sum over cells (Zhang et al. 2020).
+
+    Certified iff Σ_{∉A} e_y − |A| > Σ_{∉A} e_c + |A| for every patch and class.
+    """
+
+    name: ClassVar[str] = "clipped-bagnet"
+
+    def local_evidence(self, logits: Tensor) -> Tensor:
+        return torch.tanh(0.05 * logits - 1)
+
+    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
+        return bounded_lead(low, high, labels, windows, least=-1, most=1)
+
+
+@dataclass(frozen=True)
+class PatchGuardBagNet(LocalDefense):
+    """e = max(l, 0), each class without its most evident window: robust masking (Xiang et al. 2021)."""
+
+    name: ClassVar[str] = "patchguard-bagnet"
+
+    def local_evidence(self, logits: Tensor) -> Tensor:
+        return logits.relu()
+
+    def scores(self, evidence: Tensor, windows: Windows) -> Tensor:
+        return robust_masking(evidence, windows)
+
+    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
+        return robust_masking_lead(low, high, labels, windows)
+
+
+@dataclass(frozen=True)
+class BagCert(LocalDefense):
+    """Local scores in [0, 1], the answer is the argmax of their sum (Metzen & Yatsura 2021).
+
+    Certified iff Σ_{∉A} (e_y − e_c) > |A| for every patch and class.
+    """
+
+    score: Literal["step", "sigmoid"] = field(default="step", kw_only=True)
+
+    name: ClassVar[str] = "bagcert"
+    Options: ClassVar[type[Any]] = BagCertOptions
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"score": self.score}
+
+    def local_evidence(self, logits: Tensor) -> Tensor:
+        return (logits > 0).to(logits) if self.score == "step" else logits.sigmoid()
+
+    def soft_evidence(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
+        return bounded_lead(low, high, labels, windows, least=0, most=1)

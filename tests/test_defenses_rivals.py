@@ -1,0 +1,298 @@
+"""Votes of views and local evidence: each rule against its definition, and against an adversary that controls every
+view or cell that the patch touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import patchproof as pp
+from patchproof.defenses.local import receptive_windows
+from patchproof.geometry import Fields, Windows
+from patchproof.types import CheckError, InputError
+from reference import all_patches, argmax, measured
+
+CLASSES = 3
+SIZE = (1, 9)
+THREAT = pp.PatchThreat(SIZE, ((1, 2),))
+THRESHOLD = 0.4
+VOTES = [set(chosen) for count in range(3) for chosen in combinations(range(CLASSES), count)]
+"""What a view can vote for when a vote takes a probability of 0.4."""
+STEP = 1 / 4096
+"""Patch pixels say which answers the adversary gives: (number + 1) · STEP. Clean pixels are 0."""
+
+
+class Scripted:
+    """Answers for each view, or each cell, as written: `clean[i]` without a patch, else `attacks[number][i]`."""
+
+    fill = (0.0,)
+    num_classes = CLASSES
+    receptive_field = (2, 1, -1)
+
+    def __init__(self, clean: Tensor, attacks: Tensor):
+        self.clean, self.attacks = clean, attacks
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.clean.mean(dim=0).expand(len(images), -1)
+
+    def masked(self, images: Tensor, keep: Tensor) -> Tensor:
+        """A view of two columns is known by its left one; the last wraps around."""
+        shown = keep[:, 0, 0]
+        view = (shown & ~shown.roll(1, dims=1)).long().argmax(dim=1)
+        return self.answers(images.amax(dim=(1, 2, 3)), view)
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        """Cell i sees the columns i − 1 and i."""
+        padded = torch.nn.functional.pad(images[:, 0, 0], (1, 1))
+        seen = torch.maximum(padded[:, :-1], padded[:, 1:])
+        cells = torch.arange(seen.shape[1]).expand_as(seen)
+        return self.answers(seen.flatten(), cells.flatten()).unflatten(0, seen.shape).transpose(1, 2)[:, :, None]
+
+    def answers(self, pixel: Tensor, place: Tensor) -> Tensor:
+        number = (pixel / STEP).round().long() - 1
+        attacked = self.attacks[number.clamp(min=0) % len(self.attacks), place]
+        return torch.where((number >= 0)[:, None], attacked, self.clean[place])
+
+
+def windows_of(touches: Any, count: int) -> list[set[int]]:
+    """A(p) for every place of the patch, from which views or cells see one of its columns."""
+    return [{i for i in range(count) if touches(i, patch)} for patch in all_patches(SIZE, THREAT.largest)]
+
+
+def patched(assignments: int) -> Tensor:
+    """Every place of the patch with every number the adversary can write there."""
+    images = torch.zeros(len(all_patches(SIZE, THREAT.largest)), assignments, 1, *SIZE)
+    for row, patch in zip(images, all_patches(SIZE, THREAT.largest), strict=True):
+        row[:, 0, :, patch.left : patch.right] = (torch.arange(assignments)[:, None, None] + 1) * STEP
+    return images.flatten(0, 1)
+
+
+def vote_logits(votes: set[int]) -> list[float]:
+    """Probabilities of 1 or ½ for the votes; of ⅓, which is none, for no vote."""
+    return [0.0 if c in votes or not votes else -40.0 for c in range(CLASSES)]
+
+
+def view_cases(seed: int) -> tuple[list[set[int]], Tensor, list[set[int]]]:
+    """Votes of each view that lean to one class, what the adversary may answer instead, and A(p)."""
+    generator = torch.Generator().manual_seed(seed)
+    lean = int(torch.randint(CLASSES, (), generator=generator))
+    own = torch.rand(SIZE[1], generator=generator) < 0.7
+    drawn = torch.randint(len(VOTES), (SIZE[1],), generator=generator).tolist()
+    votes = [{lean} if leaning else VOTES[i] for leaning, i in zip(own.tolist(), drawn, strict=True)]
+    touches = windows_of(lambda i, p: {i, (i + 1) % SIZE[1]} & set(range(p.left, p.right)), SIZE[1])
+    return votes, clean_and_attacks(4, lambda answers, i: vote_logits(VOTES[answers[i % 3]])), touches
+
+
+def clean_and_attacks(choices: int, logits: Any) -> Tensor:
+    """Every assignment of a choice to three neighbouring places, which is as many as a patch touches."""
+    every = list(product(range(choices), repeat=3))
+    return torch.tensor([[logits(answers, i) for i in range(SIZE[1] + 1)] for answers in every])
+
+
+def count_rule(votes: list[set[int]], y: int, touches: list[set[int]]) -> bool:
+    n = [sum(c in v for v in votes) for c in range(CLASSES)]
+    delta = max(map(len, touches))
+    return all(n[y] >= n[c] + 2 * delta + (c < y) for c in range(CLASSES) if c != y)
+
+
+def exact_rule(votes: list[set[int]], y: int, touches: list[set[int]]) -> bool:
+    n = [sum(c in v for v in votes) for c in range(CLASSES)]
+    return all(
+        n[y] - sum(y in votes[i] for i in touched) >= n[c] + sum(c not in votes[i] for i in touched) + (c < y)
+        for touched in touches
+        for c in range(CLASSES)
+        if c != y
+    )
+
+
+def masked_scores(evidence: list[list[float]], touches: list[set[int]]) -> list[float]:
+    """PatchGuard: each class without its most evident window."""
+    return [sum(e[c] for e in evidence) - max(sum(evidence[i][c] for i in w) for w in touches) for c in range(CLASSES)]
+
+
+def masked_rule(evidence: list[list[float]], y: int, touches: list[set[int]]) -> bool:
+    cells = set(range(len(evidence)))
+    return all(
+        sum(evidence[i][y] for i in cells - a) - max(sum(evidence[i][y] for i in w - a) for w in touches)
+        > sum(evidence[i][c] for i in cells - a)
+        for a in touches
+        for c in range(CLASSES)
+        if c != y
+    )
+
+
+def bounded_rule(evidence: list[list[float]], y: int, touches: list[set[int]], least: float) -> bool:
+    """Clipped BagNet (−1) and BagCert (0)."""
+    cells = set(range(len(evidence)))
+    return all(
+        sum(evidence[i][y] for i in cells - a) + least * len(a) > sum(evidence[i][c] for i in cells - a) + len(a)
+        for a in touches
+        for c in range(CLASSES)
+        if c != y
+    )
+
+
+SMOOTHING = {
+    "derandomized-smoothing": {"certificate": "count"},
+    "exact": {"certificate": "exact"},
+    "patchguard-smoothing": {},
+    "smoothed-vit": {"stride": 1},
+}
+
+
+def smoothing(name: str, classifier: Any) -> Any:
+    known = name if name != "exact" else "derandomized-smoothing"
+    options = {"band": 2, **SMOOTHING[name]} | ({} if name == "smoothed-vit" else {"threshold": THRESHOLD})
+    return pp.defense(known, classifier, THREAT, engine=measured(batch_size=512), **options)
+
+
+@pytest.mark.parametrize("name", SMOOTHING)
+def test_votes_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
+    certified, fallen = 0, 0
+    for seed in range(12):
+        votes, attacks, touches = view_cases(seed)
+        if name == "smoothed-vit":  # one vote per view, for the smallest of the largest
+            votes = [{min(v, default=0)} for v in votes]
+        classifier = Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks)
+        n = [sum(c in v for v in votes) for c in range(CLASSES)]
+        evidence = [[float(c in v) for c in range(CLASSES)] for v in votes]
+        answer = argmax(masked_scores(evidence, touches) if name == "patchguard-smoothing" else n)
+        defense, image = smoothing(name, classifier), torch.zeros(1, 1, *SIZE)
+        assert int(defense.predict(image)) == answer
+        for y in range(CLASSES):
+            found = defense.certify(image, torch.tensor([y]))
+            count, exact = count_rule(votes, y, touches), exact_rule(votes, y, touches)
+            assert exact or not count
+            rules = {"exact": exact, "patchguard-smoothing": masked_rule(evidence, y, touches)}
+            if name == "smoothed-vit":  # a tie between logits is no sure vote
+                assert not bool(found.certified) or count
+            else:
+                assert bool(found.certified) == rules.get(name, count)
+            if "votes.exact" in found.evidence and name != "smoothed-vit":
+                assert (bool(found.evidence["votes.count"]), bool(found.evidence["votes.exact"])) == (count, exact)
+            if bool(found.certified):
+                certified += 1
+                assert set(defense.predict(patched(len(attacks))).tolist()) == {y}
+        with monkeypatch.context() as patch:  # Δ one too small falls
+            patch.setattr(Fields, "touched_by", one_too_small)
+            broken = smoothing(name, classifier)
+            if bool(broken.certify(image, torch.tensor([answer])).certified):
+                fallen += set(broken.predict(patched(len(attacks))).tolist()) != {answer}
+    assert certified > 1
+    assert fallen
+
+
+TOUCHED_BY = Fields.touched_by
+
+
+def one_too_small(fields: Fields, threat: pp.PatchThreat) -> Windows:
+    """As if each patch touched one view or cell less than it does."""
+    windows = TOUCHED_BY(fields, threat)
+    touched = windows.touched
+    return Windows(touched & (touched.cumsum(dim=1) < touched.sum(dim=1, keepdim=True)), windows.places)
+
+
+def test_the_exact_certificate_falls_without_the_views_that_wrap_around(monkeypatch):
+    def unwrapped(fields: Fields, threat: pp.PatchThreat) -> Windows:
+        windows, wraps = TOUCHED_BY(fields, threat), fields.columns[:, 0] & fields.columns[:, -1]
+        return Windows(windows.touched & ~((windows.places[:, 1:2] == 0) & wraps), windows.places)
+
+    monkeypatch.setattr(Fields, "touched_by", unwrapped)
+    votes = [{0} if view in (8, 0, 1, 3, 5) else set() for view in range(SIZE[1])]
+    _, attacks, touches = view_cases(0)
+    defense = smoothing("exact", Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks))
+    assert not exact_rule(votes, 0, touches)
+    assert bool(defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0])).certified)
+    assert set(defense.predict(patched(len(attacks))).tolist()) != {0}
+
+
+LOCAL = ("clipped-bagnet", "patchguard-bagnet", "bagcert")
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
+    extremes = [(-400.0,) * 3, (400.0, -400.0, -400.0), (-400.0, 400.0, -400.0), (-400.0, -400.0, 400.0)]
+    attacks = clean_and_attacks(len(extremes), lambda answers, i: extremes[answers[i % 3]])
+    cells = SIZE[1] + 1
+    touches = windows_of(lambda i, p: {i - 1, i} & set(range(p.left, p.right)), cells)
+    certified, fallen = 0, 0
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        lean = torch.nn.functional.one_hot(torch.randint(CLASSES, (1,), generator=generator), CLASSES)
+        leaning = 4 * (torch.rand(cells, generator=generator) < 0.9)
+        clean = torch.randint(-8, 8, (cells, CLASSES), generator=generator) / 4 + 0.125 + lean * leaning[:, None]
+        clean = 20 * clean if name == "clipped-bagnet" else clean - float(name == "bagcert")
+        maps = {
+            "clipped-bagnet": lambda value: torch.tanh(0.05 * value - 1),
+            "patchguard-bagnet": torch.relu,
+            "bagcert": lambda value: (value > 0).double(),
+        }
+        evidence = maps[name](clean.double()).tolist()
+        plain = [sum(e[c] for e in evidence) for c in range(CLASSES)]
+        answer = argmax(masked_scores(evidence, touches) if name == "patchguard-bagnet" else plain)
+        image, classifier = torch.zeros(1, 1, *SIZE), Scripted(clean, attacks)
+        defense = pp.defense(name, classifier, THREAT)
+        assert int(defense.predict(image)) == answer
+        for y in range(CLASSES):
+            found = defense.certify(image, torch.tensor([y]))
+            rules = {
+                "clipped-bagnet": bounded_rule(evidence, y, touches, -1),
+                "patchguard-bagnet": masked_rule(evidence, y, touches),
+                "bagcert": bounded_rule(evidence, y, touches, 0),
+            }
+            assert bool(found.certified) == rules[name]
+            if bool(found.certified):
+                certified += 1
+                assert set(defense.predict(patched(len(attacks))).tolist()) == {y}
+        with monkeypatch.context() as patch:  # a window one cell too small falls
+            patch.setattr(Fields, "touched_by", one_too_small)
+            receptive_windows.cache_clear()
+            broken = pp.defense(name, classifier, THREAT)
+            if bool(broken.certify(image, torch.tensor([answer])).certified):
+                fallen += set(broken.predict(patched(len(attacks))).tolist()) != {answer}
+        receptive_windows.cache_clear()
+    assert certified > 1
+    assert fallen
+
+
+def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
+    """Within τ of the threshold, a vote for y is not counted and one for another class is."""
+    sure = torch.tensor([[5.0, 0.0, 0.0]] * 6 + [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])  # with the close one 7 to 1; 2Δ = 6
+    odds = torch.log(torch.tensor(THRESHOLD / (1 - THRESHOLD)))
+    close = torch.tensor([[float(odds) + float(torch.log(torch.tensor(2.0))) + 1e-3, 0.0, 0.0]])
+    for tau, expected in ((1e-4, True), (1e-2, False)):
+        clean = torch.cat([sure, close])
+        classifier = Scripted(clean, torch.zeros(1, SIZE[1], CLASSES))
+        engine = measured(tau_fp32=tau)
+        defense = pp.defense("derandomized-smoothing", classifier, THREAT, band=2, threshold=THRESHOLD, engine=engine)
+        found = defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+        assert bool(found.certified) == expected
+        assert found.evidence["votes.label"].tolist() == [7]
+
+
+class Blurred(Scripted):
+    receptive_field = (1, 1, -1)
+
+
+def bad_inputs() -> Iterator[Any]:
+    scripted = Scripted(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
+    image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
+    plain = lambda images: images.new_zeros(len(images), CLASSES)  # noqa: E731
+    yield lambda: pp.defense("bagcert", plain, THREAT), InputError, "needs a classifier with `local_logits`"
+    yield lambda: pp.defense("bagcert", Blurred(scripted.clean, scripted.attacks), THREAT).certify(image, label), (
+        CheckError), "is not what the network has"  # fmt: skip
+    yield lambda: pp.defense("smoothed-vit", scripted, THREAT), InputError, "band must be from 1 to the 9 pixels"
+    yield lambda: pp.defense("derandomized-smoothing", scripted, THREAT, threshold=1.5), InputError, "threshold must be"
+    yield lambda: pp.defense("patchguard-smoothing", scripted, THREAT, engine=pp.Engine(precision="fp16")), (
+        InputError), "votes in float32"  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), list(bad_inputs()))
+def test_wrong_input_is_one_clear_line(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
