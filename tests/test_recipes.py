@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from patchproof.recipes import ARCHITECTURES, find_recipe, matching_recipes, recipes
-from patchproof.training import STRATEGIES
+from patchproof.cli import _layers, build_app
+from patchproof.cli._settings import SETTINGS, part
+from patchproof.defenses import DEFENSES, defense
+from patchproof.geometry import PatchThreat
+from patchproof.models import load_classifier
+from patchproof.recipes import ARCHITECTURES, FIELD_RECIPES, find_recipe, matching_recipes, recipes
+from patchproof.training import STRATEGIES, Plan
+from patchproof.training.losses import LOSSES
 from patchproof.types import InputError
 
 CELLS = [
@@ -26,7 +32,8 @@ def test_cells_are_those_of_the_paper(name, patch, masks, certified):
 
 
 def test_every_recipe_names_things_that_exist():
-    assert len(matching_recipes("")) == len(recipes()) == 112
+    assert len(recipes()) == 112
+    assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES)
     for recipe in recipes().values():
         assert recipe.settings()["strategy"] in STRATEGIES
         assert recipe.architecture in ARCHITECTURES
@@ -39,3 +46,27 @@ def test_recipes_are_found_by_wildcard_and_what_the_paper_could_not_train_is_non
     assert {r.strategy for r in matching_recipes("imagenette-convnext-*")} == {"cutout", "rand", "greedy"}
     with pytest.raises(InputError, match="unknown recipe `imagenet-vit-grid6x6`; did you mean"):
         find_recipe("imagenet-vit-grid6x6")
+
+
+def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified():
+    """Flags are read as the command line reads them; the network fits its loss, and the defence the network."""
+    families = {recipe.defense for recipe in FIELD_RECIPES.values()}
+    assert families == set(DEFENSES) - {"alarm"}
+    assert {recipe.settings()["epochs"] for recipe in FIELD_RECIPES.values()} == {"40"}
+    cells = {name: [e.certified for e in recipe.expectations] for name, recipe in FIELD_RECIPES.items()}
+    assert cells["cifar10-32px-derandomized-smoothing"] == [68.9, 56.2]
+    assert cells["cifar10-32px-bagcert"] == [72.9, 60.0]
+    threat = PatchThreat((32, 32), ((5, 5),))
+    for name, recipe in FIELD_RECIPES.items():
+        tokens = ["train", "--recipe", name]
+        kind, layers = _layers(tokens)
+        app = build_app({**SETTINGS, "train": kind})
+        app.config = tuple(layers)
+        _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        plan = part(bound.arguments["settings"], Plan)
+        assert plan.epochs == 40
+        classifier = load_classifier(str(recipe.settings()["model"]), "random")
+        LOSSES[str(plan.loss)](classifier, threat)
+        defense(plan.validate_with, classifier, threat)
+        for expected in recipe.expectations:
+            assert defense(recipe.defense, classifier, threat, **recipe.options(expected)).name == recipe.defense

@@ -1,4 +1,5 @@
-"""Every row of the paper's Tables 1, 2, 3 and A1 by name, with the numbers it reports (embedded/paper_tables.csv)."""
+"""Trainings by name with the numbers that papers report for them: every row of the paper's Tables 1, 2, 3 and A1
+(embedded/paper_tables.csv), and one for each family of defences on CIFAR-10 at its native 32 pixels."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from patchproof.types import InputError
 
@@ -35,7 +37,7 @@ class Expectation:
 
     table: str
     patch: str
-    masks: int
+    masks: int | None
     defended: float | None
     certified: float
 
@@ -53,6 +55,12 @@ class Recipe:
     def name(self) -> str:
         return f"{self.dataset}-{self.architecture}-{self.strategy}"
 
+    defense = "patchcleanser"
+
+    def options(self, expected: Expectation) -> dict[str, Any]:
+        """Those of the defence for this cell."""
+        return {"per_axis": expected.masks}
+
     def settings(self) -> dict[str, object]:
         """What `patchproof train` is told."""
         network = ARCHITECTURES[self.architecture]
@@ -66,9 +74,98 @@ class Recipe:
         }
 
 
+@dataclass(frozen=True)
+class FieldRecipe:
+    """Train a network of the family from random weights on CIFAR-10 at 32 pixels, then certify it with `defense`.
+
+    The numbers are those of Table 1, mostly of larger or pretrained networks; all recipes have the same epochs.
+    """
+
+    title: str
+    defense: str
+    training: Mapping[str, object]
+    chosen: Mapping[str, Any]
+    expectations: tuple[Expectation, ...]
+
+    @property
+    def name(self) -> str:
+        return f"cifar10-32px-{self.title}"
+
+    def options(self, expected: Expectation) -> dict[str, Any]:
+        """Those of the defence."""
+        return dict(self.chosen)
+
+    def settings(self) -> dict[str, object]:
+        """What `patchproof train` is told."""
+        return {**FIELD, **self.training}
+
+
+FIELD: Mapping[str, object] = {
+    "dataset": "cifar10",
+    "weights": "random",
+    "strategy": "none",
+    "epochs": "40",
+    "batch_size": "512",
+    "schedule": "cosine",
+    "warmup_epochs": 2.0,
+    "augment": "shift",
+    "mask_patch": "5px",
+    "validation_images": "200",
+    "precision": "bf16",
+    "keep_decoded": True,
+}
+SGD: Mapping[str, object] = {"learning_rate": 0.2, "weight_decay": 5e-4}
+ADAMW: Mapping[str, object] = {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.05}
+SMOOTHING = {"model": "resnet18_ablated", "strategy": "column4", "validate_with": "derandomized-smoothing", **SGD}
+VIT = {"model": "vit_patch4_32", "strategy": "column4", "validate_with": "derandomized-smoothing", **ADAMW}
+BAGNET = {"model": "bagnet9", **SGD}
+MASKED = {"model": "resnet18_32", **SGD}
+SIX_BY_SIX: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6}
+IBP = {"loss": "ibp", "optimizer": "adamw", "learning_rate": 0.0005, "precision": "tf32", "validation_images": "50"}
+
+
+def _field(
+    title: str,
+    training: Mapping[str, object],
+    small: tuple[float, float],
+    large: tuple[float, float],
+    *,
+    defense: str | None = None,
+    **options: Any,
+) -> FieldRecipe:
+    """With the clean and certified accuracies of Table 1 for 2×2 and for 5×5 pixels."""
+    cells = tuple(
+        Expectation("1", patch, options.get("per_axis"), *numbers)
+        for patch, numbers in (("2px", small), ("5px", large))
+    )
+    return FieldRecipe(title, defense or title, training, options, cells)
+
+
+FIELD_RECIPES: Mapping[str, FieldRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _field("derandomized-smoothing", SMOOTHING, (83.9, 68.9), (83.9, 56.2), ablation="column", band=4),
+        _field("smoothed-vit", VIT, (90.8, 78.1), (90.8, 67.6), band=4, stride=1),
+        _field("patchguard-smoothing", SMOOTHING, (84.7, 69.2), (84.6, 57.7), ablation="column", band=4),
+        _field("clipped-bagnet", {**BAGNET, "validate_with": "clipped-bagnet"}, (84.2, 44.2), (84.2, 9.3)),
+        _field("patchguard-bagnet", {**BAGNET, "validate_with": "patchguard-bagnet"}, (84.5, 63.8), (83.9, 47.3)),
+        _field(
+            "bagcert",
+            {"model": "bagnet9", "loss": "bagcert", "validate_with": "bagcert", **ADAMW},
+            (86.0, 72.9),
+            (86.0, 60.0),
+        ),
+        _field("ibp", {"model": "cnn_ibp", "validate_with": "ibp", **IBP}, (65.8, 51.9), (47.8, 30.8)),
+        _field("patchcleanser-cutout", {**MASKED, "strategy": "cutout"}, (97.7, 86.1), (97.5, 77.8), **SIX_BY_SIX),
+        _field("patchcleanser-greedy", {**MASKED, "strategy": "greedy"}, (97.7, 90.8), (97.5, 84.3), **SIX_BY_SIX),
+    )
+}
+"""One for each defence of the paper's Table 1, and PatchCleanser with two strategies."""
+
+
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """All of them, derived from the table of the paper's numbers."""
+    """Those of the paper, derived from the table of its numbers."""
     text = files("patchproof").joinpath("embedded/paper_tables.csv").read_text("utf-8")
     cells: dict[tuple[str, str, str], dict[tuple[str, int], Expectation]] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -81,13 +178,15 @@ def recipes() -> Mapping[str, Recipe]:
     return {recipe.name: recipe for recipe in made}
 
 
-def find_recipe(name: str) -> Recipe:
-    if name in recipes():
-        return recipes()[name]
-    near = difflib.get_close_matches(name, recipes(), n=1)
+def find_recipe(name: str) -> Recipe | FieldRecipe:
+    known: Mapping[str, Recipe | FieldRecipe] = {**recipes(), **FIELD_RECIPES}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean `{near[0]}`?" if near else "`patchproof ls recipes` shows them all"
     raise InputError(f"unknown recipe `{name}`; {hint}")
 
 
-def matching_recipes(pattern: str) -> list[Recipe]:
-    return [recipe for name, recipe in recipes().items() if fnmatch(name, pattern or "*")]
+def matching_recipes(pattern: str) -> list[Recipe | FieldRecipe]:
+    known: Mapping[str, Recipe | FieldRecipe] = {**recipes(), **FIELD_RECIPES}
+    return [recipe for name, recipe in known.items() if fnmatch(name, pattern or "*")]

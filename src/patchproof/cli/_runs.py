@@ -355,16 +355,19 @@ def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSou
 
 def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> None:
     """Every patch and mask set of the recipe's row, with the paper's number beside ours."""
-    kind = with_defense(CertifySettings, "patchcleanser")
+    recipe = find_recipe(str(settings.recipe))
+    kind = with_defense(CertifySettings, recipe.defense)
     shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)}
-    common = chosen(settings, *(shared - {"batch_size", "compile", "model", "split", "config"}))
-    for expected in find_recipe(str(settings.recipe)).expectations:
+    common = chosen(settings, *(shared - {"batch_size", "compile", "precision", "model", "split", "config"}))
+    for expected in recipe.expectations:
+        masks = "" if expected.masks is None else f"-{expected.masks}x{expected.masks}"
         values = common | {
             "weights": str(folder / "checkpoint-last"),
             "dataset": settings.validation or settings.dataset,
             "patch": expected.patch,
-            "per_axis": expected.masks,
-            "output": folder / f"certify-{expected.patch}-{expected.masks}x{expected.masks}",
+            "defense": recipe.defense,
+            **recipe.options(expected),
+            "output": folder / f"certify-{expected.patch}{masks}",
             "resume": True,
         }
         bar = RunBar(Console(stderr=True), "certify")

@@ -163,7 +163,8 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
     on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     recipe: str | None = None
-    """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
+    """A row of the paper's tables, or a family of defences (`patchproof ls recipes`): sets what follows, and certifies
+    at the end."""
     validation: str | None = None
     """Folder of class folders that choose the best epoch; default: the data set's split `val` (or `validation`,
     `valid`), where there is none `test`."""

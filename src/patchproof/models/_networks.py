@@ -71,7 +71,7 @@ NETWORKS: Mapping[str, Network] = {
     "resnet18_ablated": Network(AblatedResNet, mean=(0.0,) * 3, std=(1.0,) * 3),
     "vit_patch4_32": Network(small_vit, sized=True),
     "cnn_ibp": Network(IntervalNetwork, sized=True),
-    **{f"bagnet{field}": Network(partial(BagNet, blocks=small_blocks(field))) for field in (5, 9, 17)},
+    **{f"bagnet{field}": Network(partial(BagNet, blocks=small_blocks(field))) for field in (5, 7, 9, 11, 13, 17)},
     **{
         f"bagnet{field}_224": Network(
             partial(BagNet, blocks=large_blocks(field)), (224, 224), IMAGENET_MEAN, IMAGENET_STD
