@@ -30,7 +30,7 @@ def classifier(images):
 
 
 def test_defences_have_names_and_options_of_their_own():
-    for name in pp.DEFENSES:
+    for name in ("patchcleanser", "alarm"):
         found = pp.defense(name, classifier, THREAT, per_axis=2, engine=pp.Engine(batch_size=7))
         assert isinstance(found, Defense)
         assert (found.name, len(found.masks), found.engine.batch_size) == (name, 4, 7)

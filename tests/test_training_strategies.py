@@ -69,6 +69,7 @@ def test_the_masks_are_exactly_those_of_the_reference_ties_included(seed, name, 
 
 TABLE = {
     "none": (1, 0, 0), "cutout": (1, 0, 0), "rand3x3": (1, 0, 0), "rand6x6": (1, 0, 0), "rand": (2, 0, 0),
+    "column4": (1, 0, 0), "row4": (1, 0, 0), "block12": (1, 0, 0),
     "gutout3x3": (1, 2, 2), "gutout6x6": (1, 2, 2), "gutout": (2, 4, 4), "greedy3x3": (1, 17, 0),
     "greedy6x6": (1, 71, 0), "greedy": (2, 25, 0), "grid3x3": (1, 45, 0), "grid6x6": (1, 666, 0),
 }  # fmt: skip

@@ -11,9 +11,10 @@ from patchproof.types import InputError, Precision, PrecisionChoice, require_one
 
 PlaceSearch = Literal["gradient", "grid", "exhaustive"]
 AttackTarget = Literal["undefended", "defended", "both"]
+LossName = Literal["cross-entropy", "bagcert", "ibp"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
-Augmentation = Literal["none", "light"]
+Augmentation = Literal["none", "light", "shift"]
 Ablation = Literal["column", "row", "block"]
 Certificate = Literal["count", "exact"]
 
@@ -135,6 +136,7 @@ DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
     "patchguard-bagnet": NoOptions,
     "patchguard-smoothing": PatchGuardSmoothingOptions,
     "bagcert": BagCertOptions,
+    "ibp": NoOptions,
 }
 """Of the defences that are part of the package."""
 
@@ -181,6 +183,9 @@ class TrainingSettings:
 
     strategy: Any = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
+    loss: Any = "cross-entropy"
+    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
+    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
@@ -202,7 +207,7 @@ class TrainingSettings:
     ema: float = 0.0
     """Decay of a running average of the weights, e.g. 0.999, which is then validated and kept; 0 for none."""
     augment: Augmentation = "none"
-    """`light`: mirror, and crop to 50-100% of the area."""
+    """`light`: mirror, and crop to 50-100% of the area; `shift`: mirror, and shift by up to an eighth of the side."""
     clean_copies: bool = False
     """Learn from the unmasked images too."""
     head_only: bool = False
@@ -210,9 +215,12 @@ class TrainingSettings:
     accumulate: int = 1
     """Parts that each batch is cut into, to save memory; BatchNorm normalises each part by itself."""
     mask_patch: str = "3%"
-    """The training masks are the 3x3 and 6x6 sets of this patch."""
+    """The training masks are the 3x3 and 6x6 sets of this patch; it is also that of the losses `bagcert` and `ibp`, and
+    of validation."""
+    validate_with: str = "patchcleanser"
+    """The defence, with its default options, that validation images are certified with."""
     validation_images: int = 500
-    """How many images, always the same ones, are validated after each epoch (3x3 masks)."""
+    """How many images, always the same ones, are validated after each epoch."""
     seed: int = 0
     """Everything random follows from it."""
     precision: Precision = "fp32"
@@ -225,8 +233,15 @@ class TrainingSettings:
             require_one_of(name, getattr(self, name), get_args(allowed))
         require_one_of("precision", self.precision, get_args(Precision))
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
+        names = get_args(LossName)
         rules = (
             ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
+            ("loss", self.loss in names or callable(self.loss), f"must be one of {', '.join(names)}, or a callable"),
+            (
+                "strategy",
+                self.loss == "cross-entropy" or self.strategy == "none",
+                f"must be `none` with the loss {self.loss!r}, which sees whole images",
+            ),
             *((name, math.isfinite(getattr(self, name) or 0), "must be finite") for name in floats),
             ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
             ("epochs", self.epochs >= 1, "must be at least 1"),

@@ -250,9 +250,10 @@ def train(settings: TrainSettings) -> int:
         sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
     elif main:
         best = results["best"]
+        how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
         console.print(
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
-            f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images (3×3 masks)"
+            f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})"
         )
         console.print(f"checkpoints and log: {escape(str(folder))}", soft_wrap=True)
     if main and settings.recipe:

@@ -48,7 +48,8 @@ class ModelSettings:
     """Which classifier, on which device."""
 
     model: str | None = None
-    """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's."""
+    """Any timm name, one of the package's own (`small`, `bagnet9`, …: `patchproof ls models`), or `file.py:factory` for
+    a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
     `random`; default: what the model is known to have, without a model the embedded demonstration network."""
@@ -158,6 +159,9 @@ class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings
 class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettings, ModelSettings):
     strategy: str = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
+    loss: str = "cross-entropy"
+    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
+    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     recipe: str | None = None
     """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
     validation: str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from patchproof.defenses._base import Assessment, Certificates, Defense, MaskedDefense, assess, device_of
 from patchproof.defenses._table import MaskTable
 from patchproof.defenses.alarm import Alarm
+from patchproof.defenses.ibp import IntervalBounds
 from patchproof.defenses.local import BagCert, ClippedBagNet, LocalDefense, PatchGuardBagNet
 from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two_mask_labels
 from patchproof.defenses.smoothing import DerandomizedSmoothing, PatchGuardSmoothing, SmoothedViT
@@ -34,6 +35,9 @@ class DefenseEntry:
 DEFENSES: Mapping[str, DefenseEntry] = {
     PatchCleanser.name: DefenseEntry(
         "double masking: the right label under any patch (Xiang et al. 2022)", PatchCleanser
+    ),
+    IntervalBounds.name: DefenseEntry(
+        "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
     ),
     Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
     DerandomizedSmoothing.name: DefenseEntry(
@@ -80,6 +84,7 @@ __all__ = [
     "Defense",
     "DefenseEntry",
     "DerandomizedSmoothing",
+    "IntervalBounds",
     "LocalDefense",
     "MaskTable",
     "MaskedDefense",

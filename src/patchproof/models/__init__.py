@@ -1,5 +1,6 @@
 """Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
 
+from patchproof.models._bounds import margin_bounds, passable_layers
 from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._checkpoint import (
     SEAL,
@@ -21,12 +22,14 @@ from patchproof.models._load import (
     load_classifier,
     replace_head,
 )
+from patchproof.models._networks import NETWORKS
 from patchproof.models._state import write_state
 from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [
     "EMBEDDED",
     "EMBEDDED_SOURCE",
+    "NETWORKS",
     "SEAL",
     "ImageClassifier",
     "adopt",
@@ -41,7 +44,9 @@ __all__ = [
     "list_models",
     "load_checkpoint",
     "load_classifier",
+    "margin_bounds",
     "match_labels",
+    "passable_layers",
     "replace_head",
     "rounded",
     "save_checkpoint",

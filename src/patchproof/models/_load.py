@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from patchproof.models import _build
-from patchproof.models._build import ZOO, build_timm, is_own, split_name, tags_of, trained_class_names
+from patchproof.models._build import ZOO, build_network, build_timm, is_own, split_name, tags_of, trained_class_names
 from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
-from patchproof.models._small import build_small
+from patchproof.models._networks import NETWORKS
 from patchproof.models._state import (
     SUFFIXES,
     first_line,
@@ -66,7 +66,8 @@ def load_classifier(
 ) -> ImageClassifier:
     """The network `model` with `weights`: in eval mode, on the CPU, in float32; no random state is touched.
 
-    `model`: a timm name, `small`, or `package.module:factory` / `path/to/file.py:factory`.
+    `model`: a timm name, one of the package's own (`small`, `bagnet9`, …), or `package.module:factory` /
+    `path/to/file.py:factory`.
     `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (of `small`),
     a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
     with it.
@@ -96,8 +97,8 @@ def known_weights(model: str) -> str | None:
     """The weights that a model has by itself: `zoo`, `embedded` or `pretrained`; None where it has to be trained."""
     if is_own(model):
         return "pretrained"
-    if model == "small":
-        return EMBEDDED
+    if model in NETWORKS:
+        return EMBEDDED if model == "small" else None
     name, tag = split_name(model)
     if name in ZOO and not tag and importlib.util.find_spec(ZOO[name]):
         return "zoo"
@@ -131,15 +132,15 @@ def _find(request: _Request) -> ImageClassifier:
         return rewrap(_fresh(request, request.num_classes), source=f"random weights, seed {request.seed}")
     if weights == "pretrained" and is_own(model):
         return _fresh(request, request.num_classes)
-    if weights == "pretrained" and model == "small":
+    if weights == "pretrained" and model in NETWORKS:
         raise InputError(
-            "`small` has no pretrained weights; train it (`patchproof train`), or give `embedded`, `random` or a file"
+            f"`{model}` has no pretrained weights; train it (`patchproof train`), or give `random`, a file or a folder"
         )
     if weights == EMBEDDED:
         return rewrap(_from_folder(replace(request, weights=str(embedded_checkpoint()))), source=EMBEDDED_SOURCE)
     if weights == "zoo":
         return _build.build_zoo(model, input_size=request.input_size)
-    tags = [] if model == "small" or is_own(model) else tags_of(split_name(model)[0])
+    tags = [] if model in NETWORKS or is_own(model) else tags_of(split_name(model)[0])
     if weights in tags or (weights == "pretrained" and tags):
         return _from_tag(request)
     if HUB_PREFIX.match(weights):
@@ -170,8 +171,8 @@ def _fresh(
     model, size = request.model, request.input_size
     if is_own(model):
         return _build.build_own(model, num_classes=num_classes, input_size=size)
-    if model == "small":
-        return build_small(num_classes=num_classes, input_size=size, channels=channels)
+    if model in NETWORKS:
+        return build_network(model, num_classes=num_classes, input_size=size, channels=channels)
     name, classes = ".".join(filter(None, split_name(model))), num_classes or 1000
     return build_timm(name, num_classes=classes, input_size=size, channels=channels, model_args=model_args)
 
@@ -310,7 +311,7 @@ def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
         """One name for an architecture: without tag, without the folder that a factory's file is in."""
         if is_own(model):
             return Path(model).name
-        return model if model == "small" else split_name(model)[0]
+        return model if model in NETWORKS else split_name(model)[0]
 
     if asked != found and canonical(asked) != canonical(found):
         raise InputError(f"{where} holds weights for {found}, but the model is {asked}; name the model {found}")

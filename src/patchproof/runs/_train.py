@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
-from patchproof.defenses import PatchCleanser
+from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
 from patchproof.models import (
@@ -94,10 +94,11 @@ def train(
 ) -> Trained:
     """Fine-tune `classifier` in place on masked copies of the images of `data`.
 
-    After each epoch, `validation` images are certified with 3×3 masks, and checkpoints saved: `checkpoint-last`, from
-    which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the images that the result is
-    to be tested on: they are recorded, and if they are the validation images, that is noted. `on_step` sees each step
-    of this call. With several processes (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
+    After each epoch, `validation` images are certified with the defence `plan.validate_with`, and checkpoints saved:
+    `checkpoint-last`, from which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the
+    images that the result is to be tested on: they are recorded, and if they are the validation images, that is noted.
+    `on_step` sees each step of this call. With several processes (torchrun, accelerate launch), pass nothing more: each
+    takes its own GPU.
     """
     from patchproof.training.checkpoint import load_training, save_training
     from patchproof.training.loop import TrainingData, start_accelerator
@@ -288,7 +289,7 @@ def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class Validation:
-    """The same images after every epoch, certified with 3×3 masks against the patch of the training masks."""
+    """The same images after every epoch, certified against the patch of the training masks."""
 
     def __init__(
         self,
@@ -311,17 +312,20 @@ class Validation:
         ]
         if not self.batches:
             raise InputError(f"none of the {len(indices)} validation images can be read")
-        self.threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
+        self.threat, self.defense = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
+        self.defended(classifier)  # refuses at once what it cannot be
+
+    def defended(self, classifier: ImageClassifier) -> Any:
+        return defense(self.defense, classifier.eval(), self.threat)
 
     def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
-        masks = covering_masks(self.threat, per_axis=3)
-        defense = PatchCleanser(classifier.eval(), masks, self.threat, engine=Engine())
+        defended = self.defended(classifier)
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
         undefended = certified = 0
         for pixels, wanted in self.batches:
             images, labels = as_images(pixels, device), wanted.to(device)
             undefended += int((evaluator.labels(images) == labels).sum())
-            certified += int(defense.certify(images, labels).certified.sum())
+            certified += int(defended.certify(images, labels).certified.sum())
         n = sum(len(labels) for _, labels in self.batches)
         return {"undefended": Rate(undefended, n), "certified": Rate(certified, n)}
 

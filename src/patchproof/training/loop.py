@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
+from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, require_classes, tf32
 from patchproof.models import ImageClassifier
+from patchproof.training.losses import LOSSES, Loss
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
 from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
@@ -91,7 +93,9 @@ class Trainer:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=rate, momentum=plan.momentum, weight_decay=decay)
         if plan.optimizer == "adamw":
             optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay)
-        self.model, self.optimizer = accelerator.prepare(MaskedForward(classifier), optimizer)
+        patch = PatchThreat(classifier.input_size, parse_patches(plan.mask_patch, classifier.input_size))
+        loss = LOSSES[plan.loss](classifier, patch) if isinstance(plan.loss, str) else plan.loss
+        self.model, self.optimizer = accelerator.prepare(StepLoss(classifier, loss, plan.label_smoothing), optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
         if isinstance(plan.strategy, str):
@@ -154,8 +158,8 @@ class Trainer:
                 torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
-            if self.plan.augment == "light":
-                images = flip_and_crop(images, self.generator)
+            if self.plan.augment != "none":
+                images = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment](images, self.generator)
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             before = _moment(images.device)
             keep = self._search(images, labels, indices, epoch)
@@ -203,10 +207,10 @@ class Trainer:
         parts = zip(
             images.tensor_split(count), labels.tensor_split(count), keep.tensor_split(count, dim=1), strict=True
         )
-        loss = torch.zeros((), device=images.device)
+        loss, progress = torch.zeros((), device=images.device), self.step / self.total_steps
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == count else self.accelerator.no_sync(self.model):
-                summed = masked_loss(self.model, *part, smoothing=self.plan.label_smoothing) * len(part[0]) * weight
+                summed = self.model(*part, progress) * len(part[0]) * weight
                 self.accelerator.backward(summed)
             loss += summed.detach() / processes
         mean = float(self.accelerator.reduce(loss, "sum"))
@@ -230,6 +234,21 @@ class Trainer:
                 self.average[name].lerp_(value.detach(), 1 - decay)
             else:
                 self.average[name].copy_(value)
+
+
+class StepLoss(nn.Module):
+    """The loss of a part of a batch as a module's forward pass, for what wraps modules: DistributedDataParallel, mixed
+    precision."""
+
+    def __init__(self, classifier: ImageClassifier, loss: Loss | None, smoothing: float) -> None:
+        super().__init__()
+        self.classifier, self.masked = classifier, MaskedForward(classifier)
+        self.loss, self.smoothing = loss, smoothing
+
+    def forward(self, images: Tensor, labels: Tensor, keep: Tensor, progress: float) -> Float[Tensor, ""]:
+        if self.loss is None:
+            return masked_loss(self.masked, images, labels, keep, smoothing=self.smoothing)
+        return self.loss(self.classifier, images, labels, progress)
 
 
 def masked_loss(
@@ -257,6 +276,23 @@ def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) 
     transform[:, :, 2] = shift
     grid = functional.affine_grid(transform.to(images), list(images.shape), align_corners=False)
     return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+
+
+def flip_and_shift(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+    """Each image mirrored with probability ½ and shifted by up to an eighth of each side (4 of 32 pixels), reflected at
+    the border."""
+    count, sides = len(images), images.shape[-2:]
+
+    def sources(length: int) -> Int64[Tensor, "b n"]:
+        shift = torch.randint(-(length // 8), length // 8 + 1, (count, 1), generator=generator)
+        place = (torch.arange(length) + shift).abs()
+        return torch.minimum(place, 2 * (length - 1) - place)
+
+    rows, columns = map(sources, sides)
+    mirrored = torch.rand(count, 1, generator=generator) < 0.5
+    columns = torch.where(mirrored, sides[1] - 1 - columns, columns).to(images.device)
+    every = torch.arange(count, device=images.device)[:, None, None]
+    return images.permute(0, 2, 3, 1)[every, rows.to(images.device)[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
 
 
 def _moment(device: torch.device) -> float | torch.cuda.Event:

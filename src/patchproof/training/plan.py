@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from patchproof.settings import TrainingSettings
+from patchproof.training.losses import Loss
 from patchproof.training.strategies import MaskingStrategy, require_strategy
 
 
@@ -18,18 +19,22 @@ class Plan(TrainingSettings):
     strategy: str | MaskingStrategy = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
 
+    loss: str | Loss = "cross-entropy"
+    """What to minimise: a name, or a callable (classifier, images, labels, progress) -> mean over the images."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.strategy, str):
             require_strategy(self.strategy)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, a strategy of the user's own by its type and, where it has one, its `describe()`."""
-        values = {f.name: getattr(self, f.name) for f in fields(Plan)}
-        if not isinstance(self.strategy, str):
-            own: Any = self.strategy if hasattr(self.strategy, "__qualname__") else type(self.strategy)
-            said = self.strategy.describe() if hasattr(self.strategy, "describe") else {}
-            values["strategy"] = str(own.__qualname__) + (f" {json.dumps(said)}" if said else "")
+        """As JSON, a strategy or loss of the user's own by its type and, where it has one, its `describe()`."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Plan)}
+        for name in ("strategy", "loss"):
+            if not isinstance(given := values[name], str):
+                own: Any = given if hasattr(given, "__qualname__") else type(given)
+                said = given.describe() if hasattr(given, "describe") else {}
+                values[name] = str(own.__qualname__) + (f" {json.dumps(said)}" if said else "")
         return values
 
     def rate(self, epoch: float) -> float:

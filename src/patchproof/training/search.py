@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import MaskSet
+from patchproof.geometry import Ablation, Fields, MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import Classifier, InputError
@@ -137,6 +137,24 @@ class Cutout(Named):
 
         rows, columns = map(hidden, masks.image_size)
         return ~(rows[..., :, None] & columns[..., None, :]).any(dim=0)[:, None]
+
+
+@dataclass
+class RandomView(Named):
+    """A random view of ablation smoothing: `band` columns, rows or both (a block), which wrap around, and no more."""
+
+    ablation: Ablation = "column"
+    band: int = 4
+
+    def __post_init__(self) -> None:
+        self.fields = Fields.bands(self.mask_sets[0].image_size, self.ablation, self.band)
+
+    def copy(self, search: Search, masks: MaskSet) -> Visible:
+        rows, columns = (
+            seen[torch.randint(len(seen), (len(search.images),), generator=self.generator)].to(search.images.device)
+            for seen in (self.fields.rows, self.fields.columns)
+        )
+        return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
 class RandomMasks(Named):

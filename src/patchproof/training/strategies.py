@@ -6,7 +6,10 @@ A strategy only chooses; `loop.py` applies what it chose. Here are their names, 
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +18,17 @@ from torch import Tensor
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking import Engine
-from patchproof.training.search import Cutout, Greedy, Grid, Gutout, MultiSizeGreedy, Named, NoMasks, RandomMasks
+from patchproof.training.search import (
+    Cutout,
+    Greedy,
+    Grid,
+    Gutout,
+    MultiSizeGreedy,
+    Named,
+    NoMasks,
+    RandomMasks,
+    RandomView,
+)
 from patchproof.types import Classifier, InputError, Size
 
 TRAINING_PERCENT = 3.0
@@ -51,8 +64,24 @@ class StrategyEntry:
     """A strategy by name: what it does in words, and which of the two mask sets it has a copy for."""
 
     words: str
-    kind: type[Named]
+    kind: Callable[..., Named]
     sets: Literal["3x3", "6x6", "both"] = "3x3"
+
+
+VIEW = re.compile(r"(column|row|block)([1-9]\d{0,4})")
+
+
+def _view(name: str) -> StrategyEntry | None:
+    """The strategy of a name such as `column4`."""
+    found = VIEW.fullmatch(name)
+    if found is None:
+        return None
+    kind: Any = found[1]
+    band = int(found[2])
+    words = (
+        f"one random {kind if kind == 'block' else f'band of {kind}s'} {band} wide, wrapping around, and nothing else"
+    )
+    return StrategyEntry(words, partial(RandomView, ablation=kind, band=band))
 
 
 STRATEGIES = {
@@ -69,7 +98,9 @@ STRATEGIES = {
     "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", MultiSizeGreedy, "both"),
     "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", Grid),
     "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
+    **{name: entry for name in ("column4", "row4", "block12") if (entry := _view(name))},
 }
+"""Views of other widths go by their names too, e.g. `column8`."""
 
 
 def masking_strategy(
@@ -85,14 +116,14 @@ def masking_strategy(
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
-    entry = STRATEGIES[name]
+    entry: Any = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
     return entry.kind(sets, generator, engine or Engine())
 
 
 def require_strategy(name: str) -> None:
     """Refuse an unknown name, naming the nearest known one."""
-    if name not in STRATEGIES:
+    if name not in STRATEGIES and _view(name) is None:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
         raise InputError(f"unknown masking strategy `{name}`; {hint}")

@@ -1,0 +1,164 @@
+"""Interval bounds (Gowal et al. 2018): how far logits can move when pixels take any value of an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+from patchproof.models._classifier import ImageClassifier
+from patchproof.types import InputError
+
+PASSABLE = "Conv2d, Linear, ReLU, AvgPool2d, Flatten, BatchNorm in eval mode, Identity and Sequential"
+
+
+class Interval(NamedTuple):
+    """All values within `radius` of `middle`."""
+
+    middle: Tensor
+    radius: Tensor
+
+    @property
+    def size(self) -> Float[Tensor, "b 1"]:
+        """The largest absolute value that each image has in it."""
+        return (self.middle.abs() + self.radius).flatten(1).amax(dim=1, keepdim=True)
+
+    def widened(self, by: Float[Tensor, "b _"]) -> Interval:
+        return Interval(self.middle, self.radius + by.view(*by.shape, *[1] * (self.radius.ndim - 2)))
+
+
+def margin_bounds(
+    classifier: nn.Module,
+    lower: Float[Tensor, "b c h w"],
+    upper: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, " b"],
+    *,
+    rounding: bool = True,
+) -> Float[Tensor, "b classes"]:
+    """Lower bounds of logit_y − logit_c over all images between `lower` and `upper`, the last layer folded in.
+
+    With `rounding`, they hold for the network as computed in the type of `lower`, not only for exact numbers: a sum of
+    n products in any order is off by at most γ·Σ|w·x|, γ = n·u/(1 − n·u) (Higham 2002, §3.1), and every layer widens
+    its interval by more than twice that, once for its own arithmetic and once for the network's. In float64 this comes
+    to some 1e-10. It does not hold for TF32 or Winograd convolutions, which float64 has not.
+    """
+    layers = list(passable_layers(classifier))
+    last = layers[-1] if isinstance(layers[-1], nn.Linear) else None
+    x = Interval((upper + lower) / 2, (upper - lower) / 2)
+    if rounding:
+        x = x.widened(_gamma(1, lower) * x.size)
+    for layer in layers if last is None else layers[:-1]:
+        x = _passed(layer, x, rounding=rounding)
+    if last is None:
+        weight = torch.eye(x.middle.shape[1]).to(x.middle)
+        bias = torch.zeros_like(weight[0])
+    else:
+        weight, bias = _weight_and_bias(last, lower)
+    difference = weight[labels][:, None] - weight
+    bound = torch.einsum("bkn,bn->bk", difference, x.middle) + (bias[labels][:, None] - bias)
+    bound = bound - torch.einsum("bkn,bn->bk", difference.abs(), x.radius)
+    if rounding:
+        each = weight.abs().sum(dim=1) * x.size + bias.abs()
+        bound = bound - _gamma(weight.shape[1], lower) * (each + each.gather(1, labels[:, None]))
+    return bound
+
+
+def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a composition in their order; one that bounds cannot pass is refused by its name."""
+    if isinstance(network, ImageClassifier):
+        yield Normalisation(network)
+        yield from passable_layers(network.module)
+    elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
+        for part in network:
+            yield from passable_layers(part)
+    elif not _is_passable(network):
+        mode = " in training mode" if isinstance(network, nn.modules.batchnorm._BatchNorm) and network.training else ""
+        details = f" ({network})" if isinstance(network, nn.Conv2d | nn.Flatten | nn.AvgPool2d) else ""
+        raise InputError(
+            f"interval bounds cannot pass the layer {type(network).__name__}{mode}{details}, only {PASSABLE}, "
+            "as in the model `cnn_ibp`"
+        )
+    elif not isinstance(network, nn.Identity):
+        yield network
+
+
+class Normalisation(nn.Module):
+    """The (x − mean) / std of a classifier as a layer."""
+
+    def __init__(self, classifier: ImageClassifier) -> None:
+        super().__init__()
+        self.mean, self.std = classifier.mean, classifier.std
+
+
+def _is_passable(layer: nn.Module) -> bool:
+    """Exact types: a subclass may compute something else."""
+    if type(layer) is nn.Conv2d:
+        return layer.padding_mode == "zeros"
+    if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d):
+        return not layer.training and layer.running_mean is not None
+    if type(layer) is nn.Flatten:
+        return layer.start_dim == 1 and layer.end_dim == -1
+    if type(layer) is nn.AvgPool2d:
+        return layer.divisor_override is None
+    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity)
+
+
+def _passed(layer: nn.Module, x: Interval, *, rounding: bool) -> Interval:
+    """What leaves a layer when `x` enters it.
+
+    `norm` is Σ|w| and `offset` the size of what is added, per output channel; `terms` are summed.
+    """
+    if isinstance(layer, nn.Flatten):
+        return Interval(x.middle.flatten(1), x.radius.flatten(1))
+    terms, norm, offset = 1, x.middle.new_ones(1), x.middle.new_zeros(1)
+    if isinstance(layer, nn.ReLU):
+        lower, upper = (x.middle - x.radius).relu(), (x.middle + x.radius).relu()
+        out = Interval((upper + lower) / 2, (upper - lower) / 2)
+    elif isinstance(layer, nn.AvgPool2d):
+        out = Interval(layer(x.middle), layer(x.radius))
+        kernel = layer.kernel_size
+        terms = kernel**2 if isinstance(kernel, int) else kernel[0] * kernel[1]
+    elif isinstance(layer, nn.Conv2d | nn.Linear):
+        weight, bias = _weight_and_bias(layer, x.middle)
+        out = Interval(_affine(layer, x.middle, weight, bias), _affine(layer, x.radius, weight.abs(), None))
+        terms, norm, offset = weight[0].numel(), weight.abs().flatten(1).sum(dim=1), bias.abs()
+    else:
+        scale, centre, shift = _scaling(layer, x.middle)
+        shape = -1, *[1] * (x.middle.ndim - 2)
+        middle = (x.middle - centre.view(shape)) * scale.view(shape) + shift.view(shape)
+        out = Interval(middle, x.radius * scale.abs().view(shape))
+        norm, offset = scale.abs(), centre.abs() * scale.abs() + shift.abs()
+    return out.widened(_gamma(terms, x.middle) * (norm * x.size + offset)) if rounding else out
+
+
+def _affine(layer: nn.Conv2d | nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        return functional.linear(x, weight, bias)
+    return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+def _scaling(layer: nn.Module, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor, centre and shift of a normalisation: (x − centre)·factor + shift."""
+    if isinstance(layer, Normalisation):
+        mean = layer.mean.to(like.dtype)
+        return 1 / layer.std.to(like.dtype), mean, torch.zeros_like(mean)
+    assert isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d)
+    mean, variance = layer.running_mean.to(like.dtype), layer.running_var.to(like.dtype)  # type: ignore[union-attr]
+    scale = (variance + layer.eps).rsqrt()
+    if not layer.affine:
+        return scale, mean, torch.zeros_like(mean)
+    return scale * layer.weight.to(like.dtype), mean, layer.bias.to(like.dtype)
+
+
+def _weight_and_bias(layer: nn.Conv2d | nn.Linear, like: Tensor) -> tuple[Tensor, Tensor]:
+    weight = layer.weight.to(like.dtype)
+    return weight, weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.to(like.dtype)
+
+
+def _gamma(terms: int, like: Tensor) -> float:
+    """More than twice γ for a sum of so many terms, its products and a few operations before and after it."""
+    return 4 * (terms + 8) * torch.finfo(like.dtype).eps / 2

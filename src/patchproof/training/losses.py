@@ -1,0 +1,139 @@
+"""What a training step minimises besides the cross-entropy of masked copies: margins of certificates on whole images.
+
+A loss is a callable (classifier, images, labels, progress) -> mean over the images. `progress` is the share of the
+steps that are done. What it draws from torch's random state follows from the seed and the number of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn import functional
+
+from patchproof.geometry import Fields, PatchThreat, Windows
+from patchproof.models import ImageClassifier, margin_bounds, passable_layers
+from patchproof.types import InputError, Size
+
+Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
+
+
+def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """1 where a logit is positive, else 0, with the gradient of a sigmoid (BagCert's local scores)."""
+    soft = logits.sigmoid()
+    return (logits > 0).to(soft) + (soft - soft.detach())
+
+
+@dataclass(frozen=True)
+class BagCertHinge:
+    """max(0, target − m), m = min over p, c of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, the margin of `bagcert`'s certificate, as
+    a share of the cells (Metzen & Yatsura 2021)."""
+
+    threat: PatchThreat
+    target: float = 0.25
+
+    def __call__(
+        self,
+        classifier: ImageClassifier,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        progress: float,
+    ) -> Float[Tensor, ""]:
+        scores = step_scores(classifier.local_logits(images).float())
+        with torch.autocast(images.device.type, enabled=False):  # sums of steps are exact in float32
+            return (self.target - self.margins(scores, labels, classifier.receptive_field)).relu().mean()
+
+    def margins(
+        self,
+        scores: Float[Tensor, "b classes rows columns"],
+        labels: Int64[Tensor, " b"],
+        field: tuple[int, int, int],
+    ) -> Float[Tensor, " b"]:
+        """m / number of cells."""
+        windows = windows_of(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
+        every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
+        lead = cells[every, labels][:, None] - cells
+        margin = (windows.outside(lead) - windows.sizes).amin(dim=2).scatter(1, labels[:, None], torch.inf)
+        return margin.amin(dim=1) / cells.shape[2]
+
+
+@lru_cache(maxsize=8)
+def windows_of(threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device) -> Windows:
+    return Fields.receptive(threat.image_size, grid, field).touched_by(threat).to(device)
+
+
+@dataclass(frozen=True)
+class IntervalLoss:
+    """Cross-entropy of the worst logits that interval bounds allow a patch at any of `positions` random places of each
+    image (Chiang et al. 2020).
+
+    Warm-up from plain training: until `plain` of the steps are done the images are as they are; then the interval
+    inside the patch and the share of the bounds in the loss grow linearly, to [0, 1] and 1 when `warm` are done.
+    """
+
+    threat: PatchThreat
+    positions: int = 4
+    plain: float = 0.1
+    warm: float = 0.6
+
+    def __call__(
+        self,
+        classifier: ImageClassifier,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"],
+        progress: float,
+    ) -> Float[Tensor, ""]:
+        grown = min(1.0, max(0.0, (progress - self.plain) / (self.warm - self.plain)))
+        clean = functional.cross_entropy(classifier(images).float(), labels) if grown < 1 else images.new_zeros(())
+        if not grown:
+            return clean
+        patches = self.places(images)
+        lower = torch.where(patches, (1 - grown) * images, images)
+        upper = torch.where(patches, images + grown * (1 - images), images)
+        bounds = margin_bounds(
+            classifier,
+            lower.flatten(0, 1),
+            upper.flatten(0, 1),
+            labels.repeat(self.positions),
+            rounding=False,
+        )
+        worst = bounds.float().unflatten(0, (self.positions, -1)).amin(dim=0)
+        return (1 - grown) * clean + grown * functional.cross_entropy(-worst, labels)
+
+    def places(self, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "positions b 1 h w"]:
+        """Patches of a random size of the threat at random places."""
+        shape, sizes = (self.positions, len(images)), torch.tensor(self.threat.patch_sizes)
+        size = sizes[torch.randint(len(sizes), shape)]
+
+        def inside(axis: int) -> Bool[Tensor, "positions b n"]:
+            side = self.threat.image_size[axis]
+            first = (torch.rand(shape) * (side - size[..., axis] + 1)).long()
+            offset = torch.arange(side) - first[..., None]
+            return ((offset >= 0) & (offset < size[..., axis, None])).to(images.device)
+
+        return (inside(0)[..., :, None] & inside(1)[..., None, :])[:, :, None]
+
+
+def bagcert(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
+    if not hasattr(classifier, "local_logits"):
+        raise InputError(
+            f"loss `bagcert` needs a network with local logits, e.g. bagnet9, not {classifier.architecture}"
+        )
+    return BagCertHinge(threat)
+
+
+def interval(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
+    list(passable_layers(classifier))
+    return IntervalLoss(threat)
+
+
+LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
+    "cross-entropy": lambda classifier, threat: None,
+    "bagcert": bagcert,
+    "ibp": interval,
+}
+"""Losses by name, for a classifier and the patch of the training masks; None: that of the masked copies."""

@@ -1,0 +1,137 @@
+"""Interval bounds by brute force: whatever is put at any position, no margin leaves its bound and no certified answer
+changes; with a window that is one pixel too small they do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patchproof as pp
+from patchproof.defenses import IntervalBounds, assess
+from patchproof.geometry import all_places, inside
+from patchproof.models import ImageClassifier, load_classifier, margin_bounds
+from patchproof.models._classifier import seeded
+from patchproof.types import InputError
+
+SIZE = (9, 8)
+THREAT = pp.PatchThreat(SIZE, ((2, 3), (3, 2)))
+
+
+def network() -> nn.Module:
+    """Small enough for tight bounds, so that about half of the images are certified; the threat moves others."""
+    with seeded(2):
+        layers = nn.Conv2d(2, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(120, 3)
+        found = nn.Sequential(*layers)
+        found[1].running_mean.uniform_(-0.2, 0.2)
+        found[1].running_var.uniform_(0.5, 1.5)
+        found[4].weight.data *= 3
+    return ImageClassifier(found, mean=(0.3, 0.6), std=(0.4, 0.3), input_size=SIZE, num_classes=3).eval()
+
+
+def attacked(image: Tensor, place: Tensor, network: nn.Module, label: int, generator: torch.Generator) -> Tensor:
+    """Black, white, noise, and the corners of [0, 1] that each class's gradient and a few steps of it point to."""
+    where = inside(place[None], SIZE)[0]
+    contents = [torch.zeros(4, 2, *SIZE), torch.ones(4, 2, *SIZE), torch.rand(40, 2, *SIZE, generator=generator)]
+    contents.append(torch.rand(40, 2, *SIZE, generator=generator).round())
+    start = torch.where(where, torch.cat(contents), image)
+    found = [start]
+    for other in {0, 1, 2} - {label}:
+        x = start[::8].clone()
+        for _ in range(3):
+            x.requires_grad_()
+            logits = network(x)
+            (gradient,) = torch.autograd.grad((logits[:, other] - logits[:, label]).sum(), x)
+            x = torch.where(where, (gradient > 0).float(), image)
+            found.append(x)
+    return torch.cat(found).detach()
+
+
+def broken(defense: IntervalBounds, images: Tensor, labels: Tensor, places: Tensor, generator) -> tuple[int, int]:
+    """How many images are certified; how many margins that patches at these places bring about are below the bound."""
+    proof, below = defense.certify(images, labels), 0
+    for row in torch.nonzero(proof.certified)[:, 0].tolist():
+        label = int(labels[row])
+        for place in places:
+            x = attacked(images[row], place, defense.classifier, label, generator)
+            logits = defense._logits(x)
+            rest = logits.scatter(1, labels[row].expand(len(x), 1), -torch.inf).amax(dim=1)
+            below += int((logits[:, label] - rest < float(proof.margin[row]) - 1e-6).sum())
+            below += int((defense.predict(x) != label).sum())
+    return int(proof.certified.sum()), below
+
+
+def test_no_patch_moves_a_certified_answer_unless_the_window_is_one_pixel_too_small(generator):
+    classifier = network()
+    images = torch.rand(24, 2, *SIZE, generator=generator)
+    labels = classifier(images).argmax(dim=1)
+    defense = IntervalBounds(classifier, THREAT, engine=pp.Engine(batch_size=50))
+    certified, below = broken(defense, images, labels, all_places(THREAT)[::5], generator)
+    assert 4 < certified < 22
+    assert below == 0
+    smaller = IntervalBounds(classifier, pp.PatchThreat(SIZE, ((1, 3), (3, 1))))
+    more, fallen = broken(smaller, images, labels, all_places(THREAT)[::5], generator)
+    assert more > certified
+    assert fallen > 0
+
+
+def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdict(generator):
+    """Against one position at a time, in plain loops; whatever the batch."""
+    classifier, images = network(), torch.rand(5, 2, *SIZE, generator=generator)
+    labels = classifier(images).argmax(dim=1)
+    expected = []
+    for image, label in zip(images.double(), labels.tolist(), strict=True):
+        bounds = {}
+        for height, width in THREAT.patch_sizes:
+            for top in range(SIZE[0] - height + 1):
+                for left in range(SIZE[1] - width + 1):
+                    lower, upper = image.clone(), image.clone()
+                    lower[:, top : top + height, left : left + width] = 0
+                    upper[:, top : top + height, left : left + width] = 1
+                    found = margin_bounds(classifier, lower[None], upper[None], torch.tensor([label]))[0]
+                    bounds[top, left, height, width] = min(float(b) for c, b in enumerate(found) if c != label)
+        expected.append(bounds)
+    for batch in (1, 7, 500):
+        found = assess(IntervalBounds(classifier, THREAT, engine=pp.Engine(batch_size=batch)), images, labels)
+        proof = found.certificates
+        for row, bounds in enumerate(expected):
+            worst = min(bounds, key=bounds.get)
+            assert bool(proof.certified[row]) == (bounds[worst] > 0)
+            assert float(proof.margin[row]) == pytest.approx(
+                bounds[tuple(proof.evidence["weakest.place"][row].tolist())]
+            )
+            if proof.certified[row]:
+                assert float(proof.margin[row]) == pytest.approx(bounds[worst])
+                assert int(proof.forwards[row]) == len(bounds) == 8 * 6 + 7 * 7
+            assert int(proof.evidence["weakest.label"][row]) != int(labels[row])
+        assert torch.equal(found.predictions, labels)
+    wrong = IntervalBounds(classifier, THREAT).certify(images, (labels + 1) % 3)
+    assert not wrong.certified.any()
+    assert (wrong.margin < 0).all()
+
+
+def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():
+    with pytest.raises(InputError, match="cannot pass the layer SmallResNet, only Conv2d"):
+        pp.defense("ibp", load_classifier("small", "random"), THREAT)
+    with pytest.raises(InputError, match="ibp needs a network of known layers, not function"):
+        pp.defense("ibp", lambda images: images, THREAT)
+    two = pp.PatchThreat(SIZE, ((2, 2),))
+    object.__setattr__(two, "patches", 2)
+    with pytest.raises(InputError, match="ibp certifies against one patch at a time, not 2"):
+        IntervalBounds(network(), two)
+    classifier = network().train()
+    described = IntervalBounds(classifier, THREAT).describe()
+    assert classifier.training
+    assert json.loads(json.dumps(described))["patch_sizes"] == [[2, 3], [3, 2]]
+
+
+def test_a_run_certifies_with_it(generator):
+    classifier = load_classifier("cnn_ibp", "random", num_classes=3, input_size=(8, 8), seed=4)
+    defense = pp.defense("ibp", classifier, pp.PatchThreat((8, 8), ((1, 1),)))
+    images = [(torch.rand(3, 8, 8, generator=generator), i % 3) for i in range(6)]
+    found = pp.certify(defense, images)
+    assert found.certified.n == 6
+    assert found.certified.k <= found.defended.k == found.undefended.k
+    assert set(found.records[0].evidence["weakest"]) == {"place", "label"}

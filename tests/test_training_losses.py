@@ -1,0 +1,202 @@
+"""Losses by name and of one's own, views as a strategy, and how they train through one loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patchproof as pp
+from patchproof.data import ArraySource, iterate_batches
+from patchproof.models import ImageClassifier, load_classifier, margin_bounds
+from patchproof.models._bagnet import BagNet
+from patchproof.models._classifier import seeded
+from patchproof.models._small import AblatedResNet
+from patchproof.training import STRATEGIES, masking_strategy
+from patchproof.training.loop import flip_and_shift
+from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores
+from patchproof.types import InputError, Preprocessing
+
+THREAT = pp.PatchThreat((16, 16), ((3, 3), (2, 5)))
+
+
+def source(count: int = 24, side: int = 16) -> ArraySource:
+    """Two kinds of images that any part of them tells apart: red and blue ones."""
+    pixels = np.random.default_rng(1).integers(0, 80, (count, side, side, 3)).astype(np.uint8)
+    pixels[::2, ..., 0] += 150
+    pixels[1::2, ..., 2] += 150
+    return ArraySource("colours", "train", ("red", "blue"), tuple(i % 2 for i in range(count)), pixels)
+
+
+@pytest.mark.parametrize(("name", "visible"), [("column4", (16, 4)), ("row3", (3, 16)), ("block5", (5, 5))])
+def test_views_show_one_band_that_wraps_around(name, visible, generator):
+    strategy = masking_strategy(name, image_size=(16, 16), generator=generator)
+    images, labels = torch.rand(400, 3, 16, 16), torch.zeros(400, dtype=torch.int64)
+    keep = strategy(lambda images: images, images, labels)[0, :, 0]
+    assert (keep.sum(dim=(1, 2)) == visible[0] * visible[1]).all()
+    views = torch.zeros(16, 16, dtype=torch.bool)
+    views[: visible[0], : visible[1]] = True
+    expected = {views.roll((r, q), (0, 1)).numpy().tobytes() for r in range(16) for q in range(16)}
+    assert {one.numpy().tobytes() for one in keep} <= expected
+    assert len({one.numpy().tobytes() for one in keep}) > 0.7 * len(expected)
+    assert (keep.float().mean(dim=0) - visible[0] * visible[1] / 256).abs().amax() < 0.12, "every place as often"
+
+
+def test_views_are_named_by_their_width_and_refused_where_wider_than_the_image(generator):
+    assert {"column4", "row4", "block12"} <= set(STRATEGIES)
+    with pytest.raises(InputError, match="band must be from 1 to the 16 pixels of the image, not 17"):
+        masking_strategy("column17", image_size=(16, 16), generator=generator)
+    with pytest.raises(InputError, match="unknown masking strategy `colum4`; did you mean `column4`"):
+        pp.Plan(strategy="colum4")
+
+
+def test_shifts_take_pixels_of_the_image_by_the_generator_alone():
+    columns = torch.arange(16.0).expand(200, 1, 16, 16) / 16
+    found = [flip_and_shift(columns, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    rows = {tuple((image[0, 0] * 16).int().tolist()) for image in found[0]}
+    shifted = [[abs(i + s) if i + s < 16 else 30 - (i + s) for i in range(16)] for s in range(-2, 3)]
+    assert rows == {tuple(row) for s in shifted for row in (s, [15 - i for i in s])}
+    upright = flip_and_shift(columns.mT, torch.Generator().manual_seed(1))
+    assert {tuple((image[0, :, 0] * 16).int().tolist()) for image in upright} == set(map(tuple, shifted))
+
+
+def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> float:
+    """BagCert's margin in plain Python: every patch, every class."""
+    (classes, rows, columns), (size, stride, offset), worst = scores.shape, field, float("inf")
+    values = scores.tolist()
+    cells = [(r, q) for r in range(rows) for q in range(columns)]
+    for height, width in THREAT.patch_sizes:
+        for top in range(16 - height + 1):
+            for left in range(16 - width + 1):
+                seen = {
+                    (r, q)
+                    for r, q in cells
+                    if offset + r * stride < top + height
+                    and offset + r * stride + size > top
+                    and offset + q * stride < left + width
+                    and offset + q * stride + size > left
+                }
+                for c in set(range(classes)) - {label}:
+                    lead = sum(values[label][r][q] - values[c][r][q] for r, q in cells if (r, q) not in seen)
+                    worst = min(worst, lead - len(seen))
+    return worst / len(cells)
+
+
+@pytest.mark.parametrize("blocks", [[(8, 3, 1), (8, 1, 1)], [(8, 3, 2), (8, 1, 1)]])
+def test_the_bagcert_loss_is_a_hinge_on_the_margin_of_the_certificate(blocks, generator):
+    with seeded(3):
+        network = BagNet(3, blocks=blocks).eval()
+    classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(16, 16))
+    classifier.module = network
+    images, labels = torch.rand(2, 3, 16, 16, generator=generator), torch.tensor([2, 0])
+    network.head.bias.data = -classifier.local_logits(images).mean(dim=(0, 2, 3)).detach()
+    logits = classifier.local_logits(images)
+    scores = step_scores(logits)
+    assert set(scores.flatten().tolist()) == {0.0, 1.0}
+    (slope,) = torch.autograd.grad(scores.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(slope, logits.sigmoid() * (1 - logits.sigmoid()))
+    margins = [slow_margin(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
+    loss = BagCertHinge(THREAT, target=0.3)(classifier, images, labels, 0.5)
+    assert loss.item() == pytest.approx(sum(max(0, 0.3 - m) for m in margins) / 2, abs=1e-6)
+    loss.backward()
+    assert network.stem[0].weight.grad.abs().sum() > 0
+
+
+def test_the_interval_loss_grows_from_plain_training_to_the_bounds_of_patches():
+    classifier = load_classifier("cnn_ibp", "random", num_classes=3, input_size=(16, 16), seed=1)
+    images, labels = torch.rand(5, 3, 16, 16), torch.tensor([0, 1, 2, 0, 1])
+    loss = IntervalLoss(THREAT, positions=3)
+    plain = torch.nn.functional.cross_entropy(classifier(images), labels)
+    assert loss(classifier, images, labels, 0.1) == plain
+    with seeded(4):
+        places = loss.places(images)
+    sizes = {(int(p.any(dim=1).sum()), int(p.any(dim=0).sum())) for p in places.flatten(0, 2)}
+    assert sizes <= set(THREAT.patch_sizes)
+    with seeded(4):
+        found = loss(classifier, images, labels, 0.7)
+    bounds = [
+        margin_bounds(classifier, images * ~place, torch.where(place, 1.0, images), labels, rounding=False)
+        for place in places
+    ]
+    expected = torch.nn.functional.cross_entropy(-torch.stack(bounds).amin(dim=0), labels)
+    torch.testing.assert_close(found, expected)
+    with seeded(4):
+        between = loss(classifier, images, labels, 0.35)
+    assert plain < between < expected
+
+
+def hinge(classifier, images, labels, progress):
+    """A stranger's loss."""
+    seen.append(progress)
+    logits, every = classifier(images), torch.arange(len(images))
+    return (1 - logits[every, labels] + logits[every, 1 - labels]).relu().mean()
+
+
+seen: list[float] = []
+
+
+def certified(classifier: ImageClassifier) -> bool:
+    """By interval bounds, for a patch in the middle of every image."""
+    images = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24)).images / 255
+    labels, (lower, upper) = torch.arange(24) % 2, (images.clone(), images.clone())
+    lower[..., 6:9, 6:9], upper[..., 6:9, 6:9] = 0, 1
+    bounds = margin_bounds(classifier, lower, upper, labels)
+    return bool((bounds.gather(1, 1 - labels[:, None]) > 0).all())
+
+
+TRAINED = [
+    ("bagnet5", {"loss": "bagcert", "strategy": "none"}),
+    ("cnn_ibp", {"loss": "ibp", "strategy": "none", "optimizer": "adamw", "learning_rate": 0.01}),
+    ("resnet18_ablated", {"strategy": "column4", "augment": "shift"}),
+    ("small", {"loss": hinge, "strategy": "none"}),
+]
+
+
+@pytest.mark.parametrize(("model", "how"), TRAINED, ids=[model for model, _ in TRAINED])
+def test_every_loss_trains_through_the_same_loop(model, how):
+    classifier = load_classifier(model, "random", class_names=("red", "blue"), input_size=(16, 16))
+    with seeded(1):
+        if model == "bagnet5":
+            classifier.module = BagNet(2, blocks=[(16, 3, 1), (16, 1, 1)])
+        if model == "cnn_ibp":
+            layers = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
+            classifier.module = nn.Sequential(*layers)
+        if model == "resnet18_ablated":
+            classifier.module = AblatedResNet(2, widths=(16, 32))
+    plan = pp.Plan(epochs=8, batch_size=8, learning_rate=0.05, mask_patch="3px", schedule="constant")
+    reports: list[float] = []
+    if model == "cnn_ibp":  # as the certificate that it is the bound of
+        assert not certified(classifier)
+    pp.train(classifier, source(), dataclasses.replace(plan, **how), on_step=lambda step: reports.append(step.loss))
+    assert len(reports) == 24
+    assert np.isfinite(reports).all()
+    batch = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24))
+    right = classifier(batch.images / 255).argmax(dim=1) == batch.labels
+    assert int(right.sum()) == 24
+    if model == "cnn_ibp":
+        assert certified(classifier)
+    if how.get("loss") is hinge:
+        assert seen == [step / 24 for step in range(24)]
+
+
+def test_losses_are_refused_where_they_cannot_be_computed_and_described_where_they_can():
+    with pytest.raises(InputError, match="strategy must be `none` with the loss 'bagcert', which sees whole images"):
+        pp.Plan(loss="bagcert")
+    with pytest.raises(InputError, match="loss must be one of cross-entropy, bagcert, ibp, or a callable, not bagcer"):
+        pp.Plan(loss="bagcer")
+    classifier = load_classifier("small", "random", class_names=("red", "blue"), input_size=(16, 16))
+    for loss, message in (
+        ("bagcert", "needs a network with local logits, e.g. bagnet9, not small"),
+        ("ibp", "SmallRes"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pp.train(classifier, source(), pp.Plan(loss=loss, strategy="none"))
+    assert pp.Plan(loss=hinge, strategy="none").describe()["loss"] == "hinge"
+    plan = pp.Plan(validate_with="bagcer", strategy="none")
+    with pytest.raises(InputError, match="unknown defence `bagcer`"):
+        pp.train(classifier, source(), plan, validation=source())
