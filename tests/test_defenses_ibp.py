@@ -100,12 +100,12 @@ def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdi
             worst = min(bounds, key=bounds.get)
             assert bool(proof.certified[row]) == (bounds[worst] > 0)
             assert float(proof.margin[row]) == pytest.approx(
-                bounds[tuple(proof.evidence["weakest.place"][row].tolist())]
+                bounds[tuple(proof.evidence["worst.place"][row].tolist())]
             )
             if proof.certified[row]:
                 assert float(proof.margin[row]) == pytest.approx(bounds[worst])
                 assert int(proof.forwards[row]) == len(bounds) == 8 * 6 + 7 * 7
-            assert int(proof.evidence["weakest.label"][row]) != int(labels[row])
+            assert int(proof.evidence["worst.label"][row]) != int(labels[row])
         assert torch.equal(found.predictions, labels)
     wrong = IntervalBounds(classifier, THREAT).certify(images, (labels + 1) % 3)
     assert not wrong.certified.any()
@@ -134,4 +134,4 @@ def test_a_run_certifies_with_it(generator):
     found = pp.certify(defense, images)
     assert found.certified.n == 6
     assert found.certified.k <= found.defended.k == found.undefended.k
-    assert set(found.records[0].evidence["weakest"]) == {"place", "label"}
+    assert set(found.records[0].evidence["worst"]) == {"place", "label"}

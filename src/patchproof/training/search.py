@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import Ablation, Fields, MaskSet
+from patchproof.geometry import Fields, MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
+from patchproof.settings import Ablation
 from patchproof.training.gradcam import grad_cam
 from patchproof.types import Classifier, InputError
 
