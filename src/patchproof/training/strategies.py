@@ -6,7 +6,7 @@ A strategy only chooses; `loop.py` applies what it chose. Here are their names, 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking import Engine
-from patchproof.training.search import Cutout, Greedy, Grid, Gutout, MultiSizeGreedy, Named, NoMasks, RandomMasks
+from patchproof.training.search import (
+    Cutout,
+    Greedy,
+    Grid,
+    Gutout,
+    Memory,
+    MultiSizeGreedy,
+    Named,
+    NoMasks,
+    RandomMasks,
+)
 from patchproof.types import Classifier, InputError, Size
 
 TRAINING_PERCENT = 3.0
@@ -31,8 +41,9 @@ class MaskingStrategy(Protocol):
 
     `indices` are the positions of the images in the training data. Optional: `state_dict()` and
     `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
-    checkpoint and, on several processes, merged after every step: what one process changed holds for all; `forwards`
-    and `backwards` to say how many extra passes it takes per image.
+    checkpoint and, on several processes, merged after every step: what one process changed holds for all;
+    `observe(losses, indices=…)`, told after each step the cross-entropy of each copy (copies b) that was learned from;
+    `forwards` and `backwards` to say how many extra passes it takes per image.
     """
 
     def __call__(
@@ -67,6 +78,7 @@ STRATEGIES = {
     "greedy3x3": StrategyEntry("the worst 3×3 mask, then the worst second one", Greedy),
     "greedy6x6": StrategyEntry("the worst 6×6 mask, then the worst second one", Greedy, "6x6"),
     "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", MultiSizeGreedy, "both"),
+    "memory": StrategyEntry("greedy, later only the masks remembered as worst of each image", Memory, "both"),
     "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", Grid),
     "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
 }
@@ -79,15 +91,22 @@ def masking_strategy(
     generator: torch.Generator,
     masks: MaskPair | None = None,
     engine: Engine | None = None,
+    **options: Any,
 ) -> Named:
-    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`."""
+    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`.
+
+    `options` are its own, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` of `memory`.
+    """
     require_strategy(name)
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
     entry = STRATEGIES[name]
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
-    return entry.kind(sets, generator, engine or Engine())
+    known = [option.name for option in fields(entry.kind) if option.init and option.name not in Named.__match_args__]
+    if unknown := [option for option in options if option not in known]:
+        raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(known) or 'none'}")
+    return entry.kind(sets, generator, engine or Engine(), **options)
 
 
 def require_strategy(name: str) -> None:
