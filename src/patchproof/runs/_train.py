@@ -215,9 +215,11 @@ def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accel
 
     # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
     # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
-    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty.
-    copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
-    chunk = min(2 * copies, default_batch(network.input_size, accelerator.device))
+    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
+    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
+    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
+    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
+    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
     threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
     masks = covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
     return Trainer(network, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
