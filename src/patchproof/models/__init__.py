@@ -11,7 +11,14 @@ from patchproof.models._checkpoint import (
     sealed,
     settled,
 )
-from patchproof.models._classifier import ImageClassifier, adopt, classifier_summary, match_labels, weights_sha256
+from patchproof.models._classifier import (
+    ImageClassifier,
+    adopt,
+    classifier_summary,
+    match_labels,
+    rewrap,
+    weights_sha256,
+)
 from patchproof.models._load import (
     EMBEDDED,
     EMBEDDED_SOURCE,
@@ -43,6 +50,7 @@ __all__ = [
     "load_classifier",
     "match_labels",
     "replace_head",
+    "rewrap",
     "rounded",
     "save_checkpoint",
     "sealed",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser
-from patchproof.geometry import PatchThreat, covering_masks, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
+from patchproof.geometry import PatchThreat, parse_patches
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for
 from patchproof.models import (
     ImageClassifier,
     adopt,
@@ -221,7 +221,7 @@ def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accel
     chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
     chunk = min(chunk, default_batch(network.input_size, accelerator.device))
     threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
-    masks = covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
+    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     return Trainer(network, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
 
 
@@ -316,7 +316,7 @@ class Validation:
         self.threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
 
     def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
-        masks = covering_masks(self.threat, per_axis=3)
+        masks = masks_for(classifier, self.threat, per_axis=3)
         defense = PatchCleanser(classifier.eval(), masks, self.threat, engine=Engine())
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
         undefended = certified = 0

@@ -57,7 +57,7 @@ class Search:
         return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
 
     def _evaluated(self, keep: Bool[Tensor, "n 1 h w"], copies: Copies) -> Float[Tensor, " j"]:
-        def cross_entropy(logits: Tensor, rows: slice) -> Tensor:
+        def cross_entropy(logits: Tensor, rows: Tensor | slice) -> Tensor:
             require_classes(self.label_range, int(logits.shape[1]))
             return functional.cross_entropy(logits, self.labels[copies.image[rows]], reduction="none")
 
