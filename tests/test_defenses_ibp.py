@@ -99,9 +99,7 @@ def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdi
         for row, bounds in enumerate(expected):
             worst = min(bounds, key=bounds.get)
             assert bool(proof.certified[row]) == (bounds[worst] > 0)
-            assert float(proof.margin[row]) == pytest.approx(
-                bounds[tuple(proof.evidence["worst.place"][row].tolist())]
-            )
+            assert float(proof.margin[row]) == pytest.approx(bounds[tuple(proof.evidence["worst.place"][row].tolist())])
             if proof.certified[row]:
                 assert float(proof.margin[row]) == pytest.approx(bounds[worst])
                 assert int(proof.forwards[row]) == len(bounds) == 8 * 6 + 7 * 7
