@@ -84,7 +84,7 @@ class Step:
         self.classifier.train()
         dtype = AUTOCAST.get(self.precision)
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            loss = masked_loss(MaskedForward(self.classifier), self.images, self.labels, self.keep)
+            loss, _ = masked_loss(MaskedForward(self.classifier), self.images, self.labels, self.keep)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

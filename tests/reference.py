@@ -201,6 +201,53 @@ def multi_size_greedy(
     return (big1, big2), (small1, small2)
 
 
+class Remembering:
+    """`memory` from its definition: a dictionary from (image, given M11?, mask) to the loss last seen."""
+
+    def __init__(self, coarse: MaskSet, fine: MaskSet, *, tries: Sequence[int], refresh: int):
+        self.coarse, self.fine, self.tries, self.refresh = coarse, fine, tries, refresh
+        self.seen: dict[tuple[int, bool, Rect], float] = {}
+        self.untried: dict[int, Rect] = {}
+        self.full_passes = 2 * len(coarse)
+
+    def search(
+        self, image: int, loss: Callable[[Sequence[Rect]], float], epoch: int
+    ) -> tuple[tuple[tuple[Rect, Rect], tuple[Rect, Rect]], int]:
+        """The two copies, and how many passes finding them took."""
+        full = (image, False, self.coarse.rects[0]) not in self.seen or (self.refresh and epoch % self.refresh == 0)
+        spent = 0
+        self.untried.pop(image, None)
+
+        def worst(turn: int, masks: Sequence[Rect], given: Sequence[Rect], free: Rect | None = None) -> Rect:
+            nonlocal spent
+            key = [(image, bool(given), mask) for mask in masks]
+            order = sorted(range(len(masks)), key=lambda i: (-self.seen.get(key[i], float("inf")), i))
+            tried = range(len(masks)) if full else sorted(order[: self.tries[turn]])
+            if turn == 3 and not full and self.tries[3] == 1:
+                self.untried[image] = masks[order[0]]
+                return masks[order[0]]
+            for i in tried:
+                self.seen[key[i]] = loss([*given, masks[i]])
+                spent += masks[i] != free
+            return masks[max(tried, key=lambda i: (self.seen[key[i]], -i))]
+
+        def children(parent: Rect) -> list[Rect]:
+            return [self.fine.rects[i] for i in self.fine.children(parent)]
+
+        big1 = worst(0, self.coarse.rects, [])
+        small1 = worst(1, children(big1), [])
+        inside = big1.contains(small1)
+        big2 = worst(2, self.coarse.rects, [small1], free=big1 if inside else None)
+        small2 = worst(3, children(big2), [small1])
+        self.full_passes = 2 * len(self.coarse) + len(children(big1)) + len(children(big2)) - inside
+        return ((big1, big2), (small1, small2)), spent
+
+    def observe(self, images: Sequence[int], losses: Sequence[float]) -> None:
+        for image, loss in zip(images, losses, strict=True):
+            if image in self.untried:
+                self.seen[image, True, self.untried[image]] = loss
+
+
 class Curved:
     """Smooth, not linear, different in every pixel: a wrong gradient shows."""
 

@@ -172,6 +172,23 @@ def test_an_axis_is_covered_by_at_most_k_masks_as_the_formula_says(n):
         assert list(masks.axes[0]) == reference.axis_masks(n, p, k)
 
 
+@pytest.mark.parametrize("unit", [2, 3, 4])
+def test_aligned_masks_cover_with_edges_between_the_units_and_none_is_larger_than_it_must_be(unit):
+    for units, k in product(range(1, 7), range(1, 8)):
+        n = units * unit
+        for p in range(1, n + 1):
+            masks = covering_masks(PatchThreat((n, unit), ((p, 1),)), per_axis=(k, 1), align=(unit, unit))
+            assert reference.uncovered((n, unit), boxes(masks.rects), [(p, 1)]) == []
+            assert len(masks.axes[0]) <= k
+            assert all(edge % unit == 0 for interval in masks.axes[0] for edge in interval)
+            touched = max((start + p - 1) // unit - start // unit + 1 for start in range(n - p + 1))
+            side = masks.rects[0].height // unit
+            assert side == touched or k * (side - 1) - (k - 1) * (touched - 1) < units, "one unit less would not do"
+    assert covering_masks(threat_of(224, 39), per_axis=3, align=(16, 16)).axes[0] == ((0, 112), (64, 176), (112, 224))
+    with pytest.raises(InputError, match="cannot be aligned to 16 pixels in an image of 28"):
+        covering_masks(threat_of(28, 5), per_axis=3, align=(16, 16))
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_rectangles_of_several_sizes_are_covered_with_counts_by_axis(data):

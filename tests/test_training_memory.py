@@ -72,6 +72,9 @@ def test_what_no_process_changed_stays_as_it_is_also_where_it_is_no_number():
     assert found["steps"] == 2
     assert math.isnan(found["worst"])
     assert torch.equal(found["several"][1], torch.zeros(2))
+    rows = [torch.tensor([[1.0], [NAN]]), torch.tensor([[NAN], [NAN], [2.0]])]
+    grown = merged({"grown": torch.zeros(0, 1)}, [{"grown": tensor} for tensor in rows])["grown"]
+    assert grown.nan_to_num(-1).tolist() == [[1], [-1], [2]], "what one process lacks the other has"
     assert merged({"grown": torch.zeros(2)}, [{"grown": torch.zeros(3)}] * 2)["grown"].shape == (3,)
 
 
@@ -116,13 +119,13 @@ def examples():
     return [((torch.rand(3, 12, 12, generator=generator) + i % 3) / 3, i % 3) for i in range(IMAGES)]
 
 
-def train(folder=None, *, stop=None, seen=None, batch_size=8, **options):
+def train(folder=None, *, stop=None, seen=None, batch_size=8, strategy=None, **options):
     def on_step(report):
         seen is None or seen.append(report.step)
         if report.step == stop:
             raise KeyboardInterrupt
 
-    plan = pp.Plan(strategy=Worst(), epochs=3, batch_size=batch_size, learning_rate=0.1)
+    plan = pp.Plan(strategy=strategy or Worst(), epochs=3, batch_size=batch_size, learning_rate=0.1)
     trained = pp.train(network(), examples(), plan, folder=folder, on_step=on_step, **options)
     return trained.classifier.state_dict(), plan.strategy
 
@@ -144,21 +147,34 @@ def test_a_run_ended_by_its_callback_is_resumed_bit_for_bit_memory_included(tmp_
     assert set(strategy.looks.values()) == {2}
 
 
-def main(folder: str) -> None:
-    weights, strategy = train(Path(folder), batch_size=6)
-    found = {"losses": strategy.losses.tolist(), "looks": strategy.looks, "bias": weights["1.bias"].tolist()}
+def remembering():
+    return pp.masking_strategy("memory", image_size=(12, 12), generator=torch.Generator(), tries=(2, 2, 2, 1))
+
+
+def main(folder: str, kind: str) -> None:
+    weights, strategy = train(Path(folder), batch_size=6, strategy=remembering() if kind == "memory" else None)
+    found = {name: value for name, value in strategy.state_dict().items() if name != "losses"}
+    found |= {"losses": strategy.state_dict()["losses"].nan_to_num(-1).tolist(), "bias": weights["1.bias"].tolist()}
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_two_processes_keep_one_memory(tmp_path):
+@pytest.mark.parametrize("kind", ["own", "memory"])
+def test_two_processes_keep_one_memory(tmp_path, kind):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", __file__]
-    subprocess.run([*command, str(tmp_path)], check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    subprocess.run([*command, str(tmp_path), kind], check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     one, two = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert one == two
-    assert set(one["looks"]) == {str(i) for i in range(IMAGES)}
-    assert not torch.tensor(one["losses"]).isnan().any(), "each process has seen half of the images"
+    losses = torch.tensor(one["losses"])
+    if kind == "own":
+        assert set(one["looks"]) == {str(i) for i in range(IMAGES)}
+        assert (losses >= 0).all(), "each process has seen half of the images"
+        return
+    alone = train(batch_size=6, strategy=remembering())[1].table.nan_to_num(-1)
+    torch.testing.assert_close(losses, alone, rtol=1e-4, atol=1e-5)
+    assert (alone[:, :9] >= 0).all()
+    assert (alone == -1).any(), "some masks have never been tried"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

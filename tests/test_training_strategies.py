@@ -95,9 +95,9 @@ class Counting(nn.Module):
         return self.head(self.body(images).mean(dim=(2, 3)))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", TABLE)
 def test_copies_and_passes_are_those_of_the_papers_table_and_no_trace_is_left(name):
-    assert set(TABLE) == set(STRATEGIES)
+    assert set(TABLE) == set(STRATEGIES) - {"memory"}
     copies, forwards, backwards = TABLE[name]
     classifier = Counting().train()
     classifier.body[1].eval()  # a mixed mode must come back as it was
@@ -178,6 +178,51 @@ def test_gutout_hides_the_most_salient_place_and_then_again(number, generator):
         assert torch.equal(kept[0], visible)
 
 
+@settings(max_examples=6)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([(2, 2, 2, 2), (2, 2, 2, 1), (1, 1, 1, 1), (3, 4, 2, 2), (9, 4, 9, 4)]),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+)
+def test_memory_chooses_and_counts_as_the_reference_over_epochs_of_changing_weights(seed, tries, refresh, odd):
+    """Images come in any order and company, some not in the first epoch; with odd masks some have fewer children."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (13, 16) if odd else (16, 16)
+    threat = pp.PatchThreat.square(image_size=size, pixels=5 if odd else 3)
+    masks = pp.covering_masks(threat, per_axis=3), pp.covering_masks(threat, per_axis=6)
+    strategy = masking_strategy(
+        "memory", image_size=size, generator=generator, masks=masks, engine=pp.Engine(batch_size=7),
+        tries=tries, refresh=refresh,
+    )  # fmt: skip
+    expected = reference.Remembering(*masks, tries=tries, refresh=refresh)
+    images = torch.randint(0, 5, (5, 2, *size), generator=generator) / 4
+    labels = torch.randint(0, 3, (5,), generator=generator)
+    for epoch in range(3):
+        classifier = reference.ExactClassifier(size, 3, generator)
+        for rows in torch.randperm(5 if epoch else 4, generator=generator).split(3):
+            classifier.calls, passes = 0, 0
+            keep = strategy(classifier, images[rows], labels[rows], indices=2 * rows, epoch=epoch)
+            counted = classifier.calls
+            for place, row in enumerate(rows.tolist()):
+
+                def loss(rects, row=row, classifier=classifier):
+                    return reference.cross_entropy(
+                        reference.logits_under(classifier, images[row], rects), int(labels[row])
+                    )
+
+                copies, spent = expected.search(row, loss, epoch)
+                passes += spent
+                for index, rects in enumerate(copies):
+                    assert torch.equal(keep[index, place], reference.hide(torch.ones(1, *size), rects, [0.0]) > 0)
+                assert spent <= strategy.forwards or spent == expected.full_passes
+            assert counted == passes
+            told = torch.rand(2, len(rows), generator=generator)
+            strategy.observe(told, indices=2 * rows)
+            expected.observe(rows.tolist(), told[1].tolist())
+    assert build("memory", (28, 28)).forwards == 8
+
+
 @pytest.mark.parametrize("name", ["greedy", "cutout"])
 def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
     classifier = load_classifier("small", "random", num_classes=4)
@@ -188,7 +233,17 @@ def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
         strategy(classifier, torch.rand(2, 3, 20, 28), torch.tensor([0, 1]))
 
 
-def test_wrong_masks_are_refused():
+def test_wrong_masks_and_options_are_refused():
+    for options, words in (
+        ({"tries": (2, 2, 0, 2)}, r"tries must be at least 1 in each round, not \(2, 2, 0, 2\)"),
+        ({"refresh": -1}, "refresh must be 0"),
+        ({"trys": 2}, "`memory` has no option `trys`; it has tries, refresh"),
+    ):
+        with pytest.raises(InputError, match=words):
+            masking_strategy("memory", image_size=(28, 28), generator=torch.Generator(), **options)
+    for wrong in ("0", "2,2", "two"):
+        with pytest.raises(InputError, match="memory_tries must be one positive number or four"):
+            pp.Plan(memory_tries=wrong)
     with pytest.raises(InputError, match=r"not \(32, 32\)"):
         build("greedy", (32, 32), masks=training_masks((28, 28)))
     coarse, fine = training_masks((28, 28))

@@ -186,6 +186,11 @@ class TrainingSettings:
     loss: Any = "cross-entropy"
     """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
     on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
+    memory_tries: str = "2"
+    """Of `memory`: how many masks are tried again in each of the four rounds; `2,2,2,1` gives each its own number, and
+    a last one of 1 takes no pass."""
+    memory_refresh: int = 0
+    """Of `memory`: look at all masks again every so many epochs; 0: in the first alone."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
@@ -253,8 +258,18 @@ class TrainingSettings:
             ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
+            ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),
             ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),
         )
         for name, holds, rule in rules:
             if not holds:
                 raise InputError(f"{name} {rule}, not {getattr(self, name)}")
+        self.tries()
+
+    def tries(self) -> tuple[int, int, int, int]:
+        """`memory_tries` for each of the four rounds."""
+        numbers = [int(part) if part.strip().isdecimal() else 0 for part in str(self.memory_tries).split(",")]
+        if len(numbers) not in (1, 4) or min(numbers) < 1:
+            raise InputError(f"memory_tries must be one positive number or four, e.g. 2,2,2,1, not {self.memory_tries}")
+        first, second, third, fourth = numbers * (4 // len(numbers))
+        return first, second, third, fourth

@@ -53,6 +53,9 @@ class ModelSettings:
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
     `random`; default: what the model is known to have, without a model the embedded demonstration network."""
+    drop_tokens: bool = False
+    """Of timm's ViTs: drop the tokens that a mask hides, and align masks to tokens; some two thirds of the work. A
+    checkpoint that was trained so does it by itself."""
     image_size: str | None = None
     """Network input, `224` or `224x320` (height x width); default: what the model was built for."""
     device: str = "auto"

@@ -62,7 +62,9 @@ def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None =
     device, (model, weights) = choose_device(settings.device), named_network(settings)
     names = class_names if weights == "random" else None
     size = parse_size(settings.image_size) if settings.image_size else None
-    classifier = load_classifier(model, weights, class_names=names, input_size=size, seed=settings.seed)
+    classifier = load_classifier(
+        model, weights, class_names=names, input_size=size, seed=settings.seed, drop_tokens=settings.drop_tokens
+    )
     return classifier.to(device).to(memory_format=torch.channels_last)
 
 

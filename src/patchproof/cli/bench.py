@@ -23,9 +23,8 @@ from patchproof.cli._sources import resolved
 from patchproof.cli._throughput import PEER_BATCH, Memory, Timed, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser, device_of
-from patchproof.geometry import covering_masks
-from patchproof.masking import Drift, Measured, as_images
-from patchproof.models import ImageClassifier, match_labels
+from patchproof.masking import Audit, Drift, Engine, Measured, as_images, masks_for
+from patchproof.models import ImageClassifier, match_labels, rewrap
 from patchproof.runs import default_workers, device_name, measure_tau, preprocessing_for, versions, write_atomically
 from patchproof.types import InputError
 
@@ -106,6 +105,9 @@ class Bench:
         self._defense().predict(self._batches()[0][0])
         with Memory(self.device) as memory:
             every = self._certify("ours, every pair", self._defense(exhaustive=True))
+        if getattr(self.defense.classifier, "token_size", None) is not None:
+            say("the same masks, no token dropped")
+            self._certify("ours, all tokens", self._with_all_tokens())
         verdicts = self._certify("ours, early exit", self._defense())
         answers = self._predict()
         differ = {"every pair": _differing(verdicts, every)}
@@ -162,6 +164,15 @@ class Bench:
 
     def _defense(self, **changes: Any) -> PatchCleanser:
         return replace(self.defense, **changes)
+
+    def _with_all_tokens(self) -> PatchCleanser:
+        """The defence of the same network shown filled pixels instead of fewer tokens, warmed up, every pair."""
+        own: Any = self.defense.classifier
+        engine = Engine(precision=self.engine.precision, batch_size=self.engine.batch_size, compile=self.engine.compile)
+        defense = self._defense(classifier=rewrap(own, drop_tokens=False), engine=engine, exhaustive=True)
+        defense.certify(*self._batches()[0])
+        defense.evaluator.passes, defense.evaluator.audit = 0, Audit()
+        return defense
 
     def _batches(self, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         size = self.defense.images_at_once
@@ -238,7 +249,7 @@ class Bench:
         """How cost grows with the masks per axis, and with the number of images."""
         masks = []
         for per_axis in SCALED_MASKS:
-            grid = covering_masks(self.defense.threat, per_axis=per_axis)
+            grid = masks_for(self.defense.classifier, self.defense.threat, per_axis=per_axis)
             say(f"{len(grid)} masks")
             defense = self._defense(masks=grid)
             count = max(1, min(len(self.images), SCALED_PASSES // len(grid.unions)))

@@ -61,7 +61,7 @@ def ls(what: str, pattern: str, settings: LsSettings) -> int:
 
 def defense_words(entry: DefenseEntry) -> str:
     flags = ", ".join("--" + FLAGS.get(f.name, f.name) for f in fields(entry.options))
-    return f"{entry.words}; {entry.kind.guarantee}; flags: {flags}"
+    return "; ".join([entry.words, entry.kind.guarantee, *([f"flags: {flags}"] if flags else [])])
 
 
 def recipes_table(pattern: str) -> Table:

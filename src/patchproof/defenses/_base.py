@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import Fields, MaskSet, PatchThreat, covering_masks
-from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
+from patchproof.geometry import Fields, MaskSet, PatchThreat
+from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch, masks_for
 from patchproof.models import fingerprint
 from patchproof.types import CheckError, Classifier, InputError, Size
 
@@ -220,7 +220,7 @@ class MaskedDefense(EvaluatedDefense):
     @classmethod
     def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, per_axis: int, **options: Any) -> Any:
         """With the covering masks of the threat, `per_axis` of them on each axis."""
-        return cls(classifier, covering_masks(threat, per_axis=per_axis), threat, engine=engine, **options)
+        return cls(classifier, masks_for(classifier, threat, per_axis=per_axis), threat, engine=engine, **options)
 
     @property
     def images_at_once(self) -> int:

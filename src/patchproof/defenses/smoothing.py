@@ -167,7 +167,7 @@ class ThresholdVotes(Smoothing):
         engine = self.evaluator.engine
         tau = engine.tau_fp32 if isinstance(engine, Measured) else 0.0
 
-        def read(logits: Tensor, _rows: slice) -> Tensor:
+        def read(logits: Tensor, _rows: Tensor | slice) -> Tensor:
             probability = logits.softmax(dim=1)
             cast = probability >= self.threshold
             lead = logits.log_softmax(dim=1) - torch.log1p(-probability) - odds

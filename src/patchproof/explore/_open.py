@@ -12,7 +12,8 @@ from patchproof import models
 from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
-from patchproof.geometry import PatchThreat, covering_masks, parse_patches
+from patchproof.geometry import PatchThreat, parse_patches
+from patchproof.masking import masks_for
 from patchproof.models import checkpoint_architecture, load_classifier
 from patchproof.runs import (
     Record,
@@ -54,7 +55,8 @@ def open_explorer(
                 raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
             size = built.threat.image_size
             threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
-            masks = covering_masks(threat, per_axis=len(built.masks.axes[0]) if per_axis is None else per_axis)
+            count = len(built.masks.axes[0]) if per_axis is None else per_axis
+            masks = masks_for(classifier, threat, per_axis=count)
             built = replace(built, masks=masks, threat=threat)
             notices.append(f"records are about the run's own patch of {run.patch_words} and {run.masks_words}")
         preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
@@ -98,6 +100,7 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
         raise InputError(f"{run.folder} certified the factory {recorded}; give it as the model to have its code run")
     seed = run.config.get("seed")
     options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
+    options["drop_tokens"] = run.config.get("drop_tokens") is True
     places = [str(place) for place, _ in find_weights(run) if place.exists()]
     for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
         classes = len(run.class_names) or None if name == "random" else None

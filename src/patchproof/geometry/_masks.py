@@ -302,23 +302,30 @@ def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, 
     )
 
 
-def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
-    """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2)."""
-    row_count, column_count = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
-    height, width = threat.largest
-    rows = _axis_masks(threat.image_size[0], height, row_count)
-    columns = _axis_masks(threat.image_size[1], width, column_count)
+def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], align: Size | None = None) -> MaskSet:
+    """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2).
+
+    With `align` (height, width), their edges are at multiples of it.
+    """
+    counts = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
+    rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     rects = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
     return MaskSet(threat.image_size, rects)
 
 
-def _axis_masks(n: int, p: int, k: int) -> list[Interval]:
+def _axis_masks(n: int, p: int, k: int, unit: int = 1) -> list[Interval]:
     """s = ⌈(n − p + 1)/k⌉, m = min(p + s − 1, n), starts 0, s, 2s, … clamped to n − m.
 
-    Covering: the last row of a patch starting at i ∈ [js, (j+1)s) is at most (j+1)s − 1 + p − 1 < js + m.
+    Covering: the last row of a patch starting at i ∈ [js, (j+1)s) is at most (j+1)s − 1 + p − 1 < js + m. In units of
+    several pixels the same holds of the units that a patch touches: at most ⌈(p − 1)/unit⌉ + 1.
     """
     if k < 1:
         raise InputError(f"per_axis must be at least 1, not {k}")
+    if n % unit:
+        raise InputError(f"masks cannot be aligned to {unit} pixels in an image of {n}; choose a multiple of {unit}")
+    if unit > 1:
+        touched = min(n // unit, -(-(p - 1) // unit) + 1)
+        return [(start * unit, stop * unit) for start, stop in _axis_masks(n // unit, touched, k)]
     stride = -(-(n - p + 1) // k)
     side = min(p + stride - 1, n)
     starts = sorted({min(i * stride, n - side) for i in range(k)})

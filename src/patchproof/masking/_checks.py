@@ -120,11 +120,12 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
         )
 
 
-def _checked_logits(logits: Tensor, rows: slice) -> Tensor:
-    if logits.ndim != 2 or len(logits) != rows.stop - rows.start:
+def _checked_logits(logits: Tensor, rows: Tensor | slice) -> Tensor:
+    count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+    if logits.ndim != 2 or len(logits) != count:
         raise CheckError(
-            f"the classifier maps {rows.stop - rows.start} images to {tuple(logits.shape)}; it must return logits of "
-            f"shape ({rows.stop - rows.start}, classes)"
+            f"the classifier maps {count} images to {tuple(logits.shape)}; it must return logits of shape ({count}, "
+            "classes)"
         )
     return logits
 

@@ -32,6 +32,8 @@ class Ensemble(nn.Module):
         self.class_names: tuple[str, ...] | None = self._agreed("class_names")
         self.interpolation: Interpolation = next(iter(self._known("interpolation")), "bicubic")
         self.crop_pct: float = next(iter(self._known("crop_pct")), 1.0)
+        tokens = set(self._known("token_size"))
+        self.token_size: Size | None = tokens.pop() if len(tokens) == 1 else None
         names = [getattr(member, "architecture", type(member).__name__) for member in members]
         self.architecture = f"ensemble of {', '.join(names)}"
         self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"

@@ -161,19 +161,25 @@ class Evaluator(InChunks):
         images: Float[Tensor, "b c h w"],
         keep: Bool[Tensor, "n 1 h w"] | None,
         copies: Copies,
-        read: Callable[[Tensor, slice], Tensor],
+        read: Callable[[Tensor, Tensor | slice], Tensor],
         *,
         precision: Precision | None = None,
         largest: int | None = None,
     ) -> Tensor:
         """read(F(x ⊙ m0 ⊙ m1), rows) for every chunk of copies[rows]; the device is not waited for.
 
-        Without `keep`, F(x). `largest` bounds the batches, to see what their size does.
+        Without `keep`, F(x). `largest` bounds the batches, to see what their size does. For a classifier that drops
+        tokens, copies with equally many of them share a chunk.
         """
         precision = precision or self.engine.fast
         self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
         copies, count = copies.to(images.device), len(copies.image)
         networks = cache(partial(network, self.classifier, precision=precision))
+        order = None
+        if keep is not None and getattr(self.classifier, "token_size", None) is not None:
+            visible = keep.flatten(1).float()
+            order = (visible @ visible.T)[copies.first, copies.second].argsort(stable=True)
+            copies = copies.chosen(order)
 
         def batch(start: int) -> tuple[int, Tensor]:
             left = min(count - start, largest or count)
@@ -183,7 +189,8 @@ class Evaluator(InChunks):
             visible = None if keep is None else keep[part.first] & keep[part.second]
             compiled = self.engine.compile is True and precision == self.engine.fast and shape == self.chunk
             logits = networks(compiled=compiled)(images[part.image], visible)[:size]
-            return size, read(logits, slice(start, start + size))
+            rows = slice(start, start + size)
+            return size, read(logits, rows if order is None else order[rows])
 
         answers, start = [images.new_zeros(0)], 0
         while start < count:
@@ -191,7 +198,8 @@ class Evaluator(InChunks):
             answers.append(found)
             start += size
         self.passes += count
-        return torch.cat(answers[1:] or answers)
+        found = torch.cat(answers[1:] or answers)
+        return found if order is None else found[order.argsort()]
 
     def answers(
         self,
@@ -260,7 +268,7 @@ class Evaluator(InChunks):
     ) -> Float[Tensor, "values j"]:
         """Label, gap, and the margin of each label `asked` about (the gap where None), on the CPU."""
 
-        def read(logits: Tensor, rows: slice) -> Tensor:
+        def read(logits: Tensor, rows: Tensor | slice) -> Tensor:
             require_classes(classes, int(logits.shape[1]))
             label, gap = top_two(logits)
             margins = [gap if labels is None else label_margin(logits, labels[rows]) for labels in asked]

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.types import Classifier, InputError
 
 Item = TypeVar("Item")
@@ -89,6 +90,11 @@ def show(
     masked = occlude(images, keep, fill_colour(classifier, images))
     own = getattr(classifier, "masked", None)
     return classifier(masked) if own is None else own(masked, keep)
+
+
+def masks_for(classifier: Classifier, threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
+    """The covering masks of the threat; for a classifier that drops tokens (`token_size`) they hide whole ones."""
+    return covering_masks(threat, per_axis=per_axis, align=getattr(classifier, "token_size", None))
 
 
 class MaskedForward(nn.Module):

@@ -12,7 +12,14 @@ from patchproof.models._checkpoint import (
     sealed,
     settled,
 )
-from patchproof.models._classifier import ImageClassifier, adopt, classifier_summary, match_labels, weights_sha256
+from patchproof.models._classifier import (
+    ImageClassifier,
+    adopt,
+    classifier_summary,
+    match_labels,
+    rewrap,
+    weights_sha256,
+)
 from patchproof.models._load import (
     EMBEDDED,
     EMBEDDED_SOURCE,
@@ -48,6 +55,7 @@ __all__ = [
     "match_labels",
     "passable_layers",
     "replace_head",
+    "rewrap",
     "rounded",
     "save_checkpoint",
     "sealed",

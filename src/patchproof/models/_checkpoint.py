@@ -121,7 +121,8 @@ def checkpoint_sha256(folder: Path) -> str:
     place = settled(Path(folder))
     record = read_record(place)
     mean, std = torch.tensor(record["mean"]), torch.tensor(record["std"])
-    return state_sha256(read_weights(place) | {"(mean)": mean, "(std)": std})
+    beside = {"(mean)": mean, "(std)": std} | ({"(drop tokens)": torch.tensor(True)} if record["drop_tokens"] else {})
+    return state_sha256(read_weights(place) | beside)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")
     if record["schema"] != SCHEMA:
         raise InputError(f"{path} has schema {record['schema']}, this version reads {SCHEMA}; update patchproof")
-    filled = {"fill": record.get("mean"), **record}  # older checkpoints are filled with the mean
+    filled = {"fill": record.get("mean"), "drop_tokens": False, **record}  # what older checkpoints do not say
     for name, example in _EXAMPLES.items():
         if not _alike(filled.get(name), example) and not (name == "class_names" and filled.get(name, "") is None):
             wrong = f"{name} should look like {example!r}, got {filled.get(name)!r:.60}"
@@ -165,6 +166,7 @@ _EXAMPLES: dict[str, Any] = {
     "class_names": ["cat"],
     "interpolation": get_args(Interpolation),
     "crop_pct": 0.9,
+    "drop_tokens": (True, False),
     "model_args": {},
     "extra": {},
 }

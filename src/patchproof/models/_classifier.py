@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from patchproof.models._tokens import TokenPass, compiled_pass, masked_tokens, token_size
 from patchproof.models._twin import Twin
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
@@ -28,7 +29,8 @@ class ImageClassifier(nn.Module):
     `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
     std as plain floats. `architecture` names what was built and `source` says in words where the weights came from;
     `model_args` are further arguments that the architecture was built with; `history` is what a checkpoint says of its
-    training.
+    training. With `drop_tokens`, a vision transformer is shown only the tokens that a mask leaves visible; then
+    `token_size` is their size in pixels, which masks are aligned to.
     """
 
     mean: Tensor
@@ -49,6 +51,7 @@ class ImageClassifier(nn.Module):
         source: str = "own module",
         model_args: Mapping[str, Any] | None = None,
         fill: Sequence[float] | None = None,
+        drop_tokens: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -67,6 +70,8 @@ class ImageClassifier(nn.Module):
         self.source = source
         self.model_args: dict[str, Any] = dict(model_args or {})
         self.history: Mapping[str, Any] = {}
+        self.drop_tokens = drop_tokens
+        self.token_size: Size | None = token_size(module) if drop_tokens else None
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
         _check_settings(self)
 
@@ -82,6 +87,8 @@ class ImageClassifier(nn.Module):
     @property
     def masked(self) -> Masked:
         """(images in [0, 1], keep) -> logits by the module's own way to hide pixels; only where it has one."""
+        if self.drop_tokens:
+            return lambda images, keep: masked_tokens(self.module, self.normalised(images), keep)
         hide: Any = self.module.masked  # AttributeError where there is none
         return lambda images, keep: hide(self.normalised(images), keep)
 
@@ -105,8 +112,10 @@ class ImageClassifier(nn.Module):
         if key not in self._twins or not self._twins[key].resembles(self.module):
             shape = len(self.shift), *self.input_size
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
+            if self.drop_tokens and compiled and self._twins[key].network is not None:
+                self._twins[key].token_pass = compiled_pass(self._twins[key].network)
         twin = self._twins[key].following(self.module)
-        return None if twin is None else Lowered(self, twin, dtype)
+        return None if twin is None else Lowered(self, twin, dtype, token_pass=self._twins[key].token_pass)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -121,9 +130,16 @@ class ImageClassifier(nn.Module):
 class Lowered:
     """A classifier of the same kind, computed by `network`, the copy in `dtype`."""
 
-    def __init__(self, classifier: ImageClassifier, network: nn.Module, dtype: torch.dtype) -> None:
-        self.fill, self.normalised = classifier.fill, classifier.normalised
-        self.network, self.dtype = network, dtype
+    def __init__(
+        self,
+        classifier: ImageClassifier,
+        network: nn.Module,
+        dtype: torch.dtype,
+        *,
+        token_pass: TokenPass | None = None,
+    ) -> None:
+        self.fill, self.normalised, self.drop_tokens = classifier.fill, classifier.normalised, classifier.drop_tokens
+        self.network, self.dtype, self.token_pass = network, dtype, token_pass
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         return self.network(self.normalised(images).to(self.dtype))
@@ -131,6 +147,10 @@ class Lowered:
     @property
     def masked(self) -> Masked:
         """As in ImageClassifier."""
+        if self.drop_tokens:
+            return lambda images, keep: masked_tokens(
+                self.network, self.normalised(images).to(self.dtype), keep, self.token_pass
+            )
         hide: Any = self.network.masked
         return lambda images, keep: hide(self.normalised(images).to(self.dtype), keep)
 
@@ -160,7 +180,7 @@ def adopt(
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
     """The keyword arguments that wrap a module just as `classifier` wraps its own."""
     names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct", "architecture", "source")
-    kept = {name: getattr(classifier, name) for name in (*names, "model_args", "fill")}
+    kept = {name: getattr(classifier, name) for name in (*names, "model_args", "fill", "drop_tokens")}
     return {"mean": classifier.shift, "std": classifier.scale, **kept}
 
 
@@ -205,12 +225,15 @@ def _check_settings(it: ImageClassifier) -> None:
 
 
 def weights_sha256(classifier: Classifier) -> str | None:
-    """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included.
+    """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included, and
+    whether tokens are dropped.
 
     None where a classifier is no nn.Module, so that its weights are unknown.
     """
     if isinstance(classifier, ImageClassifier):
-        return state_sha256(classifier.module.state_dict() | {"(mean)": classifier.mean, "(std)": classifier.std})
+        beside = {"(mean)": classifier.mean, "(std)": classifier.std}
+        beside |= {"(drop tokens)": torch.tensor(True)} if classifier.drop_tokens else {}
+        return state_sha256(classifier.module.state_dict() | beside)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts = [weights_sha256(member) for member in members]
@@ -243,6 +266,7 @@ def classifier_summary(classifier: Classifier) -> dict[str, Any]:
         "std": listed("scale"),
         "fill": listed("fill"),
         "input_size": listed("input_size"),
+        "drop_tokens": bool(getattr(classifier, "drop_tokens", False)),
         "parameters": sum(parameter.numel() for parameter in parameters),
     }
 

@@ -49,6 +49,7 @@ class _Request:
     class_names: tuple[str, ...] | None = None
     input_size: Size | None = None
     seed: int = 0
+    drop_tokens: bool = False
 
     @property
     def path(self) -> Path:
@@ -63,6 +64,7 @@ def load_classifier(
     class_names: Sequence[str] | None = None,
     input_size: Size | None = None,
     seed: int = 0,
+    drop_tokens: bool = False,
 ) -> ImageClassifier:
     """The network `model` with `weights`: in eval mode, on the CPU, in float32; no random state is touched.
 
@@ -70,13 +72,14 @@ def load_classifier(
     `path/to/file.py:factory`.
     `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (of `small`),
     a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
-    with it.
+    with it. `drop_tokens`: a vision transformer is shown only the tokens that a mask leaves visible; a checkpoint that
+    was trained so is loaded so.
     """
     names = None if class_names is None else tuple(class_names)
     if names is not None and num_classes not in (None, len(names)):
         raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
     classes = num_classes if names is None else len(names)
-    request = _Request(model, weights, classes, names, input_size, seed)
+    request = _Request(model, weights, classes, names, input_size, seed, drop_tokens)
     with seeded(seed):
         return _finish(_find(request), request)
 
@@ -295,6 +298,8 @@ def _finish(classifier: ImageClassifier, request: _Request) -> ImageClassifier:
                 "leave class_names out and use match_labels"
             )
         classifier = rewrap(classifier, class_names=names)
+    if request.drop_tokens:
+        classifier = rewrap(classifier, drop_tokens=True)
     return classifier.to("cpu", torch.float32).eval()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchproof.models._tokens import TokenPass
+
 Fingerprint = tuple[tuple[int, int], ...]
 Structure = tuple[tuple[int, str, int], ...]
 
@@ -40,6 +42,8 @@ class Twin:
     scaled: list[tuple[str, str]] = field(default_factory=list)
     """Names of convolutions and of the batch normalisations that take their output, and nothing else does."""
     mine: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    token_pass: TokenPass | None = field(default=None, repr=False)
+    """The compiled pass over the visible tokens, of a transformer that drops the others."""
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod

@@ -12,7 +12,7 @@ import torch
 
 from patchproof.defenses import device_of
 from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import Copies, Engine, Evaluator
+from patchproof.masking import Copies, Engine, Evaluator, masks_for
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 
@@ -110,7 +110,7 @@ def seconds_per_pass(defense: Any) -> float:
     evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
     channels = len(getattr(classifier, "fill", (0.5,) * 3))
     images = generated_images(1, channels, defense.threat.image_size).to(device)
-    keep = covering_masks(defense.threat, per_axis=1).keep(device)
+    keep = masks_for(classifier, defense.threat, per_axis=3).keep(device)
     evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
     zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
     for _ in range(TIMED):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
 from patchproof.defenses import DEFENSES, Assessment, Defense, assess, device_of
-from patchproof.geometry import PatchThreat, covering_masks, native_threat, parse_patches
-from patchproof.masking import Audit, Measured, as_images
+from patchproof.geometry import PatchThreat, native_threat, parse_patches
+from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
 from patchproof.runs._attack import as_judge
 from patchproof.runs._manifest import stored_taus
@@ -231,6 +231,6 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
         how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
         threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how)
-        return replace(stored, masks=covering_masks(threat, per_axis=run.axes or 3), threat=threat)
+        return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
     return of

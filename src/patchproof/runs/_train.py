@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
 from patchproof.defenses import defense
-from patchproof.geometry import PatchThreat, covering_masks, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
+from patchproof.geometry import PatchThreat, parse_patches
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for
 from patchproof.models import (
     ImageClassifier,
     adopt,
@@ -216,11 +216,13 @@ def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accel
 
     # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
     # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
-    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty.
-    copies = max(1, 2 * plan.batch_size // plan.accumulate // accelerator.num_processes)
-    chunk = min(2 * copies, default_batch(network.input_size, accelerator.device))
+    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
+    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
+    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
+    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
+    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
     threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
-    masks = covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
+    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     return Trainer(network, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
 
 

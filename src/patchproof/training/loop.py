@@ -101,8 +101,9 @@ class Trainer:
         if isinstance(plan.strategy, str):
             engine = Engine(batch_size=chunk, precision=plan.precision, compile=plan.compile)
             size = classifier.input_size
+            options = plan.strategy_options()
             self.strategy = masking_strategy(
-                plan.strategy, image_size=size, generator=self.generator, masks=masks, engine=engine
+                plan.strategy, image_size=size, generator=self.generator, masks=masks, engine=engine, **options
             )
         else:
             self.strategy = plan.strategy
@@ -161,10 +162,17 @@ class Trainer:
             if self.plan.augment != "none":
                 images = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment](images, self.generator)
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
+            shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
+            remembered = state_of(self.strategy) if shared else {}
             before = _moment(images.device)
-            keep = self._search(images, labels, indices, epoch)
+            keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
             after = _moment(images.device)
-            loss = self._update(images, labels, keep, rate)
+            loss, losses = self._update(images, labels, keep, rate)
+            if hasattr(self.strategy, "observe"):
+                self.strategy.observe(losses, indices=indices)
+            if shared:  # what the strategy remembers is the same on all processes
+                states = gather_object([state_of(self.strategy)])
+                self.strategy.load_state_dict(merged(remembered, states))  # type: ignore[attr-defined]
         self._update_average()
         self.step += 1
         seconds = time.perf_counter() - started
@@ -181,18 +189,13 @@ class Trainer:
             torch.manual_seed(seed)
             yield
 
-    def _search(self, images: Tensor, labels: Tensor, indices: Tensor, epoch: int) -> Bool[Tensor, "copies b 1 h w"]:
-        """What to leave visible; what the strategy remembers is the same on all processes afterwards."""
-        shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
-        before = state_of(self.strategy) if shared else {}
-        keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
-        if shared:
-            after = gather_object([state_of(self.strategy)])
-            self.strategy.load_state_dict(merged(before, after))  # type: ignore[attr-defined]
-        return torch.cat([torch.ones_like(keep[:1]), keep]) if self.plan.clean_copies else keep
-
-    def _update(self, images: Tensor, labels: Tensor, keep: Tensor, rate: float) -> float:
-        """One optimiser step on the mean loss over images and copies, in parts; returns that loss."""
+    def _update(
+        self, images: Tensor, labels: Tensor, keep: Tensor, rate: float
+    ) -> tuple[float, Float[Tensor, "copies b"]]:
+        """One optimiser step on the mean loss over images and copies, in parts; that loss, and those of the copies."""
+        chosen = len(keep)
+        if self.plan.clean_copies:
+            keep = torch.cat([torch.ones_like(keep[:1]), keep])
         # Frozen layers stay in eval mode: their normalisation statistics are frozen too.
         self.classifier.train(not self.plan.head_only)
         if self.plan.head_only:
@@ -207,11 +210,13 @@ class Trainer:
         parts = zip(
             images.tensor_split(count), labels.tensor_split(count), keep.tensor_split(count, dim=1), strict=True
         )
-        loss, progress = torch.zeros((), device=images.device), self.step / self.total_steps
+        loss, losses, progress = torch.zeros((), device=images.device), [], self.step / self.total_steps
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == count else self.accelerator.no_sync(self.model):
-                summed = self.model(*part, progress) * len(part[0]) * weight
+                mean_loss, copy_losses = self.model(*part, progress)
+                summed = mean_loss * len(part[0]) * weight
                 self.accelerator.backward(summed)
+            losses.append(copy_losses[-chosen:])
             loss += summed.detach() / processes
         mean = float(self.accelerator.reduce(loss, "sum"))
         if not math.isfinite(mean):
@@ -223,7 +228,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return mean
+        return mean, torch.cat(losses, dim=1)
 
     def _update_average(self) -> None:
         if self.average is None:
@@ -245,10 +250,14 @@ class StepLoss(nn.Module):
         self.classifier, self.masked = classifier, MaskedForward(classifier)
         self.loss, self.smoothing = loss, smoothing
 
-    def forward(self, images: Tensor, labels: Tensor, keep: Tensor, progress: float) -> Float[Tensor, ""]:
+    def forward(
+        self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
+        """The mean, and the loss of each copy; a loss on whole images has none of its own for them."""
         if self.loss is None:
             return masked_loss(self.masked, images, labels, keep, smoothing=self.smoothing)
-        return self.loss(self.classifier, images, labels, progress)
+        mean = self.loss(self.classifier, images, labels, progress)
+        return mean, mean.detach().expand(keep.shape[:2])
 
 
 def masked_loss(
@@ -258,11 +267,12 @@ def masked_loss(
     keep: Bool[Tensor, "copies b 1 h w"],
     *,
     smoothing: float = 0.0,
-) -> Float[Tensor, ""]:
-    """Mean cross-entropy over the masked copies; the clean image is not in it."""
+) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
+    """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it."""
     every = torch.arange(len(images), device=images.device).repeat(len(keep))  # indexing keeps channels last
     logits = model(images[every], keep.flatten(0, 1)).float()
-    return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
+    plain = functional.cross_entropy(logits.detach(), labels[every], reduction="none").view(keep.shape[:2])
+    return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing), plain
 
 
 def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:

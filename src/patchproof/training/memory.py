@@ -37,8 +37,8 @@ def state_of(strategy: Any) -> State:
 def merged(before: Any, after: Sequence[Any], *, name: str = "state") -> Any:
     """`before` with the changes that each process made: element by element in tensors, key by key in mappings.
 
-    A step gives every image to one process, so changes about images never collide; where they do, the processes must
-    agree.
+    Float tensors may grow by rows, which are NaN where a process knows nothing. A step gives every image to one
+    process, so changes about images never collide; where they do, the processes must agree.
     """
     if all(isinstance(value, Mapping) for value in after):
         old = before if isinstance(before, Mapping) else {}
@@ -49,6 +49,7 @@ def merged(before: Any, after: Sequence[Any], *, name: str = "state") -> Any:
             if key not in old or len(having) == len(after):
                 found[key] = merged(old.get(key), having, name=f"{name}.{key}")
         return found
+    before, after = _grown(before, after)
     if all(isinstance(value, Tensor) for value in [before, *after]) and len({v.shape for v in [before, *after]}) == 1:
         result, touched = before.clone(), torch.zeros_like(before, dtype=torch.bool)
         for value in after:
@@ -59,6 +60,17 @@ def merged(before: Any, after: Sequence[Any], *, name: str = "state") -> Any:
     new = [value for value in after if not _equal(value, before)]
     _require_agreement(name, all(_equal(value, new[0]) for value in new))
     return new[0] if new else before
+
+
+def _grown(before: Any, after: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """All of them with as many rows as the longest, if they are float tensors that have grown."""
+    if not all(isinstance(v, Tensor) and v.is_floating_point() and v.ndim for v in [before, *after]):
+        return before, after
+    rows = max(map(len, after))
+    if min(map(len, after)) < len(before) or rows == len(before):
+        return before, after
+    longer = [torch.cat([v, v.new_full((rows - len(v), *v.shape[1:]), torch.nan)]) for v in [before, *after]]
+    return longer[0], longer[1:]
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:

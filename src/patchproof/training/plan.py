@@ -37,6 +37,10 @@ class Plan(TrainingSettings):
                 values[name] = str(own.__qualname__) + (f" {json.dumps(said)}" if said else "")
         return values
 
+    def strategy_options(self) -> dict[str, Any]:
+        """The options of a strategy that is given by its name."""
+        return {"tries": self.tries(), "refresh": self.memory_refresh} if self.strategy == "memory" else {}
+
     def rate(self, epoch: float) -> float:
         """Learning rate at a (fractional) epoch."""
         base = self.learning_rate or 0.0

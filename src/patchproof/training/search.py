@@ -6,9 +6,11 @@ Searches run in eval mode without gradients and leave the classifier as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -25,6 +27,8 @@ CUTOUT_SHARE = 128 / 224
 """Side of a Cutout square as a share of the image's side (PatchCleanser: 128 at 224)."""
 
 Visible = Bool[Tensor, "b 1 h w"]
+Masks = Int64[Tensor, "b 1"]
+"""A mask for each image."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Search:
     evaluator: Evaluator
     images: Float[Tensor, "b c h w"]
     labels: Int64[Tensor, " b"]
+    indices: Int64[Tensor, " b"] | None = None
+    epoch: int = 0
 
     def losses(
         self,
@@ -52,7 +58,7 @@ class Search:
         return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
 
     def _evaluated(self, keep: Bool[Tensor, "n 1 h w"], copies: Copies) -> Float[Tensor, " j"]:
-        def cross_entropy(logits: Tensor, rows: slice) -> Tensor:
+        def cross_entropy(logits: Tensor, rows: Tensor | slice) -> Tensor:
             require_classes(self.label_range, int(logits.shape[1]))
             return functional.cross_entropy(logits, self.labels[copies.image[rows]], reduction="none")
 
@@ -103,7 +109,7 @@ class Named:
         if self.evaluator is None or self.evaluator.classifier is not classifier:
             self.evaluator = Evaluator(classifier, self.engine)
         self.evaluator.refresh()
-        search = Search(self.evaluator, images, labels)
+        search = Search(self.evaluator, images, labels, indices, epoch)
         classes = getattr(classifier, "num_classes", None)
         if isinstance(classes, int):
             require_classes(search.label_range, classes)
@@ -239,29 +245,147 @@ class MultiSizeGreedy(Named):
         return 2 * (len(self.coarse) + max(map(len, self.children))) - int(known)
 
     def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
-        # Fine masks follow the coarse ones in `keep`, so mask i of the fine set is len(coarse) + i there.
+        return self.rounds(search, partial(self.worst, search))[0]
+
+    def rounds(
+        self, search: Search, worst: Callable[..., tuple[Masks, Tensor]]
+    ) -> tuple[Bool[Tensor, "2 b 1 h w"], Masks, Float[Tensor, "b 1"]]:
+        """The copies; and m6 with its loss."""
         device = search.images.device
-        keep, coarse = torch.cat([self.coarse.keep(device), self.fine.keep(device)]), search.every(len(self.coarse))
-        alone = search.losses(keep, coarse, coarse)
+        keep, coarse = self.keep(device), search.every(len(self.coarse))
         # M1: the worst 3×3 mask on x.
-        M1 = alone.argmax(dim=1, keepdim=True)
+        M1, loss = worst(0, coarse)
         # M11: the worst of M1's 6×6 children on x.
-        M11 = self._worst_child(search, keep, M1)
+        M11, _ = worst(1, self.children_of(M1))
         # m3: the worst 3×3 mask on x ⊙ M11; M1 itself gives x ⊙ M1 where M11 lies inside it.
         known = self.inside.to(device)[M1, M11 - len(self.coarse)] & (coarse == M1)
-        losses = search.losses(keep, M11.expand_as(coarse), coarse, where=~known)
-        m3 = torch.where(known, alone, losses).argmax(dim=1, keepdim=True)
+        m3, _ = worst(2, coarse, given=M11, known=torch.where(known, loss, torch.nan))
         # m6: the worst of m3's 6×6 children on x ⊙ M11.
-        m6 = self._worst_child(search, keep, m3, given=M11)
-        return torch.stack([keep[M1[:, 0]] & keep[m3[:, 0]], keep[M11[:, 0]] & keep[m6[:, 0]]])
+        m6, loss = worst(3, self.children_of(m3), given=M11)
+        return torch.stack([keep[M1[:, 0]] & keep[m3[:, 0]], keep[M11[:, 0]] & keep[m6[:, 0]]]), m6, loss
 
-    def _worst_child(
-        self, search: Search, keep: Tensor, parent: Int64[Tensor, "b 1"], *, given: Int64[Tensor, "b 1"] | None = None
-    ) -> Int64[Tensor, "b 1"]:
-        """The parent's child of largest loss, with the mask `given` in place if there is one."""
+    def keep(self, device: torch.device) -> Bool[Tensor, "n 1 h w"]:
+        """Fine masks follow the coarse ones, so mask i of the fine set is len(coarse) + i here."""
+        return torch.cat([self.coarse.keep(device), self.fine.keep(device)])
+
+    def children_of(self, parent: Masks) -> Int64[Tensor, "b k"]:
+        """The fine masks that cover each coarse one; −1 where it has fewer of them than others."""
         rows = [torch.tensor(c) + len(self.coarse) for c in self.children]
-        masks = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(parent.device)[parent[:, 0]]
-        first = masks if given is None else given.expand_as(masks)
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(parent.device)[parent[:, 0]]
+
+    def worst(
+        self,
+        search: Search,
+        turn: int,
+        masks: Int64[Tensor, "b k"],
+        *,
+        given: Masks | None = None,
+        known: Float[Tensor, "b k"] | None = None,
+    ) -> tuple[Masks, Float[Tensor, "b 1"]]:
+        """The mask of largest loss in round `turn`, with the mask `given` in place if there is one; and that loss."""
+        losses = self.losses(search, masks, given, known)
+        worst = losses.argmax(dim=1, keepdim=True)
+        return masks.gather(1, worst), losses.gather(1, worst)
+
+    def losses(
+        self, search: Search, masks: Int64[Tensor, "b k"], given: Masks | None, known: Float[Tensor, "b k"] | None
+    ) -> Float[Tensor, "b k"]:
+        """Losses that are `known` (not NaN) take no pass."""
+        keep, first = self.keep(masks.device), masks if given is None else given.expand_as(masks)
+        if known is not None:
+            return torch.where(known.isnan(), search.losses(keep, first, masks, where=known.isnan()), known)
         ragged = len(set(map(len, self.children))) > 1
-        losses = search.losses(keep, first, masks, where=masks >= 0 if ragged else None)
-        return masks.gather(1, losses.argmax(dim=1, keepdim=True))
+        return search.losses(keep, first, masks, where=masks >= 0 if ragged else None)
+
+
+@dataclass
+class Memory(MultiSizeGreedy):
+    """memory: `greedy` that remembers, for each image, the last loss of every mask it tried in each of the four rounds.
+
+    An image is searched in full when it is first seen, and every `refresh` epochs. Otherwise each round tries again
+    those masks whose remembered losses are largest, as many as `tries` says; masks never tried come first. Losses given
+    M11 are remembered whatever M11 was at the time. With one try the last round takes no pass: the mask is part of a
+    copy that is learned from, and the training step tells its loss (`observe`).
+    """
+
+    tries: tuple[int, int, int, int] = (2, 2, 2, 2)
+    refresh: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.tries) < 1:
+            raise InputError(f"tries must be at least 1 in each round, not {self.tries}")
+        if self.refresh < 0:
+            raise InputError(f"refresh must be 0 (look at all masks in the first epoch alone) or more: {self.refresh}")
+        # By image: the loss of every mask alone, then of every mask given M11; NaN: never tried. The last column takes
+        # what is of no use: masks −1, and training losses of masks that the search has tried.
+        self.table = torch.zeros(0, 2 * (len(self.coarse) + len(self.fine)) + 1)
+        self.untried: Int64[Tensor, " b"] | None = None
+
+    @property
+    def forwards(self) -> int:
+        """At most, of an image searched before."""
+        most = (len(self.coarse), max(map(len, self.children))) * 2
+        passes = [min(pair) for pair in zip(self.tries, most, strict=True)]
+        return min(super().forwards, sum(passes) - (passes[3] == 1))
+
+    def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
+        if search.indices is None:  # nothing to remember by
+            return super().copies(search)
+        missing = max(0, int(search.indices.max()) + 1 - len(self.table))
+        self.table = functional.pad(self.table.to(search.images.device), (0, 0, 0, missing), value=torch.nan)
+        new = self.table[search.indices, 0].isnan()
+        if self.refresh and search.epoch % self.refresh == 0:
+            new = torch.ones_like(new)
+        keep = torch.ones_like(search.images[:, :1], dtype=torch.bool).repeat(2, 1, 1, 1, 1)
+        self.untried = torch.full_like(search.indices, -1)
+        for full in (True, False):
+            rows = torch.nonzero(new == full)[:, 0]
+            if len(rows):
+                some = Search(search.evaluator, search.images[rows], search.labels[rows], search.indices[rows])
+                keep[:, rows], m6, loss = self.rounds(some, partial(self.remembered, some, full=full))
+                self.untried[rows] = torch.where(loss.isnan(), self.columns(3, m6), -1)[:, 0]
+        return keep
+
+    def remembered(
+        self,
+        search: Search,
+        turn: int,
+        masks: Int64[Tensor, "b k"],
+        *,
+        full: bool,
+        given: Masks | None = None,
+        known: Float[Tensor, "b k"] | None = None,
+    ) -> tuple[Masks, Float[Tensor, "b 1"]]:
+        """`worst` among all masks, or among those remembered as worst; either way, their losses are remembered."""
+        assert search.indices is not None
+        images = search.indices[:, None]
+        if not full:
+            losses = self.table[images, self.columns(turn, masks)].nan_to_num(torch.inf)
+            order = losses.where(masks >= 0, -torch.inf).argsort(dim=1, descending=True, stable=True)
+            tried = order[:, : self.tries[turn]].sort(dim=1).values  # ties go to the lowest mask again
+            masks, known = masks.gather(1, tried), None if known is None else known.gather(1, tried)
+            if turn == 3 and self.tries[turn] == 1:
+                return masks, torch.full_like(masks, torch.nan, dtype=losses.dtype)
+        losses = self.losses(search, masks, given, known)
+        self.table[images, self.columns(turn, masks)] = losses
+        worst = losses.argmax(dim=1, keepdim=True)
+        return masks.gather(1, worst), losses.gather(1, worst)
+
+    def columns(self, turn: int, masks: Int64[Tensor, "b k"]) -> Int64[Tensor, "b k"]:
+        """Where the table holds these masks; masks −1 in its last column."""
+        return torch.where(masks >= 0, masks + (len(self.coarse) + len(self.fine)) * (turn // 2), -1)
+
+    def observe(self, losses: Float[Tensor, "2 b"], *, indices: Int64[Tensor, " b"]) -> None:
+        """The losses of the copies in the training step: that of x ⊙ M11 ⊙ m6 where the search did not try it."""
+        if self.untried is not None:
+            self.table[indices, self.untried] = losses[1].to(self.table.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        return {"tries": list(self.tries), "refresh": self.refresh}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"losses": self.table}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.table = state["losses"].clone()

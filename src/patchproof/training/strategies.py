@@ -6,6 +6,7 @@ A strategy only chooses; `loop.py` applies what it chose. Here are their names, 
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from patchproof.training.search import (
     Greedy,
     Grid,
     Gutout,
+    Memory,
     MultiSizeGreedy,
     Named,
     NoMasks,
@@ -44,8 +46,9 @@ class MaskingStrategy(Protocol):
 
     `indices` are the positions of the images in the training data. Optional: `state_dict()` and
     `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
-    checkpoint and, on several processes, merged after every step: what one process changed holds for all; `forwards`
-    and `backwards` to say how many extra passes it takes per image.
+    checkpoint and, on several processes, merged after every step: what one process changed holds for all;
+    `observe(losses, indices=…)`, told after each step the cross-entropy of each copy (copies b) that was learned from;
+    `forwards` and `backwards` to say how many extra passes it takes per image.
     """
 
     def __call__(
@@ -96,6 +99,7 @@ STRATEGIES = {
     "greedy3x3": StrategyEntry("the worst 3×3 mask, then the worst second one", Greedy),
     "greedy6x6": StrategyEntry("the worst 6×6 mask, then the worst second one", Greedy, "6x6"),
     "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", MultiSizeGreedy, "both"),
+    "memory": StrategyEntry("greedy, later only the masks remembered as worst of each image", Memory, "both"),
     "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", Grid),
     "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
     **{name: entry for name in ("column4", "row4", "block12") if (entry := _view(name))},
@@ -110,15 +114,22 @@ def masking_strategy(
     generator: torch.Generator,
     masks: MaskPair | None = None,
     engine: Engine | None = None,
+    **options: Any,
 ) -> Named:
-    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`."""
+    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`.
+
+    `options` are its own, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` of `memory`.
+    """
     require_strategy(name)
     pair = masks or training_masks(image_size)
     if any(m.image_size != image_size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
     entry: Any = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
-    return entry.kind(sets, generator, engine or Engine())
+    known = [option for option in inspect.signature(entry.kind).parameters if option not in Named.__match_args__]
+    if unknown := [option for option in options if option not in known]:
+        raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(known) or 'none'}")
+    return entry.kind(sets, generator, engine or Engine(), **options)
 
 
 def require_strategy(name: str) -> None:

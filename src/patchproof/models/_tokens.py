@@ -1,0 +1,89 @@
+"""Dropped tokens: a vision transformer that is shown only the patches of an image that are not wholly hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from patchproof.types import InputError, Size
+
+SMALLEST_GROUP = 32
+"""Fewer images than this join those with more visible tokens: one larger pass is faster than two small ones."""
+
+TokenPass = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def token_size(module: Any) -> Size:
+    """Height and width of a token in pixels; refuses networks whose tokens cannot be dropped."""
+    from timm.layers.patch_embed import PatchEmbed
+    from timm.models.vision_transformer import VisionTransformer
+
+    if type(module) is not VisionTransformer or type(module.patch_embed) is not PatchEmbed:
+        raise InputError(
+            f"drop_tokens needs one of timm's plain vision transformers (vit_…, deit_…), not {type(module).__name__}"
+            + (f" with {type(module.patch_embed).__name__}" if hasattr(module, "patch_embed") else "")
+        )
+    height, width = module.patch_embed.patch_size
+    return int(height), int(width)
+
+
+def token_pass(
+    vit: Any, tokens: Float[Tensor, "b t d"], seen: Bool[Tensor, "b 1 1 t"] | None = None
+) -> Float[Tensor, "b classes"]:
+    """From embedded tokens to logits; no token attends to one that is not `seen`."""
+    if seen is None:
+        tokens = vit.blocks(tokens)
+    else:
+        for block in vit.blocks:
+            tokens = block(tokens, attn_mask=seen)
+    return vit.forward_head(vit.norm(tokens))
+
+
+def compiled_pass(vit: Any) -> TokenPass:
+    """`token_pass`, compiled for any number of images and tokens."""
+    return torch.compile(lambda tokens, seen: token_pass(vit, tokens, seen), dynamic=True)
+
+
+def masked_tokens(
+    vit: Any,
+    images: Float[Tensor, "b c h w"],
+    keep: Bool[Tensor, "b 1 h w"],
+    passed: TokenPass | None = None,
+) -> Float[Tensor, "b classes"]:
+    """Logits from the visible tokens alone: those wholly hidden are dropped once they have their position.
+
+    Images with equally many visible tokens are passed together, in groups. A token that is hidden in part keeps what
+    `images` shows of it. Of an image that is wholly hidden the first token stays, since a head may need one.
+    """
+    tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+    visible = functional.max_pool2d(keep.to(images.dtype), vit.patch_embed.patch_size).flatten(1) > 0
+    visible[:, 0] |= ~visible.any(dim=1)
+    visible = functional.pad(visible, (tokens.shape[1] - visible.shape[1], 0), value=True)  # class, register tokens
+    order, counts = visible.byte().argsort(dim=1, descending=True, stable=True), visible.sum(dim=1)
+    lengths, sizes = torch.stack(counts.unique(return_counts=True)).tolist()
+    # A head that pools counts every token that it is given, so its groups are not joined.
+    least = SMALLEST_GROUP if vit.global_pool == "token" and vit.attn_pool is None else 1
+    rows_of, logits = [], []
+    for shortest, longest in _groups(lengths, sizes, least):
+        rows = torch.nonzero((counts >= shortest) & (counts <= longest))[:, 0]
+        shown = tokens[rows[:, None], order[rows, :longest]]
+        places = torch.arange(longest, device=images.device)
+        seen = None if shortest == longest else (places < counts[rows, None])[:, None, None]
+        logits.append(token_pass(vit, shown, seen) if passed is None else passed(shown, seen))
+        rows_of.append(rows)
+    return torch.cat(logits)[torch.cat(rows_of).argsort()]
+
+
+def _groups(lengths: Sequence[int], sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
+    """The shortest and longest of each group of lengths: each has at least so many images, but for the last."""
+    shortest, held = lengths[0], 0
+    for length, size in zip(lengths, sizes, strict=True):
+        shortest, held = shortest if held else length, held + size
+        if held >= least or length == lengths[-1]:
+            yield shortest, length
+            held = 0
