@@ -71,8 +71,8 @@ def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> floa
     values = scores.tolist()
     cells = [(r, q) for r in range(rows) for q in range(columns)]
     for height, width in THREAT.patch_sizes:
-        for top in range(16 - height + 1):
-            for left in range(16 - width + 1):
+        for top in range(10 - height + 1):
+            for left in range(10 - width + 1):
                 seen = {
                     (r, q)
                     for r, q in cells
@@ -91,9 +91,9 @@ def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> floa
 def test_the_bagcert_loss_is_a_hinge_on_the_margin_of_the_certificate(blocks, generator):
     with seeded(3):
         network = BagNet(3, blocks=blocks).eval()
-    classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(16, 16))
+    classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(10, 10))
     classifier.module = network
-    images, labels = torch.rand(2, 3, 16, 16, generator=generator), torch.tensor([2, 0])
+    images, labels = torch.rand(2, 3, 10, 10, generator=generator), torch.tensor([2, 0])
     network.head.bias.data = -classifier.local_logits(images).mean(dim=(0, 2, 3)).detach()
     logits = classifier.local_logits(images)
     scores = step_scores(logits)
@@ -101,7 +101,7 @@ def test_the_bagcert_loss_is_a_hinge_on_the_margin_of_the_certificate(blocks, ge
     (slope,) = torch.autograd.grad(scores.sum(), logits, retain_graph=True)
     torch.testing.assert_close(slope, logits.sigmoid() * (1 - logits.sigmoid()))
     margins = [slow_margin(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
-    loss = BagCertHinge(THREAT, target=0.3)(classifier, images, labels, 0.5)
+    loss = BagCertHinge(pp.PatchThreat((10, 10), THREAT.patch_sizes), target=0.3)(classifier, images, labels, 0.5)
     assert loss.item() == pytest.approx(sum(max(0, 0.3 - m) for m in margins) / 2, abs=1e-6)
     loss.backward()
     assert network.stem[0].weight.grad.abs().sum() > 0

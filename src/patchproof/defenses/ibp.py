@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._base import Certificates, Guarantee, device_of, require_images, require_one_patch
+from patchproof.defenses._table import require_labels
 from patchproof.geometry import PatchThreat, all_places, inside
 from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes
 from patchproof.models import margin_bounds, passable_layers
@@ -40,6 +41,8 @@ class IntervalBounds:
         require_one_patch(self.name, self.threat)
         if not isinstance(self.classifier, nn.Module):
             raise InputError(f"ibp needs a network of known layers, not {type(self.classifier).__name__}")
+        if self.engine.precision not in ("fp32", "auto"):
+            raise InputError(f"ibp computes in float64; leave precision at fp32, not {self.engine.precision}")
         with evaluating(self.classifier):
             list(passable_layers(self.classifier))
 
@@ -81,6 +84,7 @@ class IntervalBounds:
         the position and the other class with the smallest bound of those computed.
         """
         require_images(images, self.threat.image_size)
+        require_labels(labels, len(images))
         parts = zip(images.split(self.images_at_once), labels.split(self.images_at_once), strict=True)
         found = [self._certified(*part) for part in parts]
         bound, forwards, place, label = (torch.cat(values) for values in zip(*found, strict=True))
