@@ -89,7 +89,7 @@ def commands(data: Path, output: Path, epochs: int, more: list[str]) -> Iterator
         words = [*training.flags.split(), "--epochs", str(training.epochs), "--dataset", str(data), "--keep-decoded"]
         if training.start is not None:
             words += ["--weights", str(output / "train" / training.start / "checkpoint-last")]
-        yield folder, ["train", *words, "--output", str(folder), "--validation", str(data / "test"), *more]
+        yield folder, ["train", *words, "--output", str(folder), *more]
         for one in CERTIFICATIONS:
             for patch in one.patches if one.network == training.name else ():
                 place = output / f"{one.name}-{patch}"
