@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import MaskSet, PatchThreat, covering_masks
+from patchproof.geometry import MaskSet, PatchThreat, Uncovered, covering_masks
 from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
 from patchproof.models import fingerprint
 from patchproof.types import CheckError, Classifier, InputError
@@ -149,9 +149,10 @@ class MaskedDefense:
     def __post_init__(self) -> None:
         missed = self.masks.uncovered(self.threat)
         if missed:
+            one = isinstance(missed, Uncovered)
             raise InputError(
-                f"masks do not cover the threat: {len(missed)} patch positions are hidden by no mask, "
-                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
+                f"masks do not cover the threat: {len(missed)} {'' if one else 'pairs of '}patch positions are hidden by "
+                f"no mask, e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 
@@ -173,7 +174,8 @@ class MaskedDefense:
             if self.engine.batch_size == "auto"
             else self.engine.batch_size
         )
-        most = max(1, TABLE_CELLS // self.most_passes)  # the more masks, the fewer images
+        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
+        most = max(1, TABLE_CELLS // pairs)
         return max(1, min(most, chunk // (2 if device.type == "cuda" else BLOCK)))
 
     @property
@@ -187,12 +189,13 @@ class MaskedDefense:
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
         except InputError:  # masks of one's own need not form a grid
-            masks = [[r.top, r.left, r.height, r.width] for r in self.masks.rects]
+            masks = self.masks.numbers
         return {
             "name": self.name,
             "guarantee": self.guarantee,
             "image_size": list(self.threat.image_size),
             "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+            **({} if self.threat.patches == 1 else {"patches": self.threat.patches}),
             "masks": masks,
             "precision": self.engine.precision if device_of(self).type == "cuda" else self.engine.fast,
             "compile": self.engine.compile if device_of(self).type == "cuda" else self.engine.compile is True,
@@ -227,9 +230,11 @@ class MaskedDefense:
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks in the order in which they are likely to fail: central ones hide the object more often."""
-        height, width = self.masks.image_size
-        offset = [
-            abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
-        ]
-        return torch.tensor(offset).argsort(stable=True)
+        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
+        hide the object more often."""
+        (height, width), parts = self.masks.image_size, self.masks.parts
+        offset = torch.tensor([
+            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
+            for part in parts
+        ]).tolist()  # fmt: skip
+        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from patchproof.geometry._masks import (
+    Mask,
     MaskSet,
     PatchThreat,
     Rect,
     Uncovered,
+    UncoveredPairs,
     Unions,
     covering_masks,
     inside,
@@ -26,11 +28,13 @@ from patchproof.geometry._native import (
 from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, mass_inside
 
 __all__ = [
+    "Mask",
     "MaskSet",
     "PatchThreat",
     "Placement",
     "Rect",
     "Uncovered",
+    "UncoveredPairs",
     "Unions",
     "all_places",
     "as_rects",
