@@ -305,7 +305,10 @@ def test_uncovered_pairs_of_any_unions_are_those_brute_force_finds(data):
     chosen = st.lists(st.sampled_from(rects.rects), min_size=1, max_size=3).map(tuple)
     masks = MaskSet(rects.image_size, tuple(data.draw(st.lists(chosen, min_size=1, max_size=6))))
     threat = PatchThreat(masks.image_size, data.draw(patch_sizes_of(masks.image_size)), patches=2)
-    found, missed = masks.uncovered(threat), reference.uncovered_pairs(masks.image_size, parts(masks), threat.patch_sizes)
+    found, missed = (
+        masks.uncovered(threat),
+        reference.uncovered_pairs(masks.image_size, parts(masks), threat.patch_sizes),
+    )
     assert len(found) == len(missed)
     assert unordered(map(boxes, found)) == unordered(missed)
     check_unions(masks)

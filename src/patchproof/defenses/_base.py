@@ -145,14 +145,16 @@ class MaskedDefense:
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     evidence: ClassVar[Sequence[str]] = ("witness",)
+    most_patches: ClassVar[int] = 2
+    """On an image at once; a defence that does not say is for one."""
 
     def __post_init__(self) -> None:
         missed = self.masks.uncovered(self.threat)
         if missed:
-            one = isinstance(missed, Uncovered)
+            what = "patch positions" if isinstance(missed, Uncovered) else "pairs of patch positions"
             raise InputError(
-                f"masks do not cover the threat: {len(missed)} {'' if one else 'pairs of '}patch positions are hidden by "
-                f"no mask, e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
+                f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
+                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 

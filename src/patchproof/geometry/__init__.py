@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from patchproof.geometry._masks import (
-    Mask,
     MaskSet,
     PatchThreat,
     Rect,
+    Rects,
     Uncovered,
     UncoveredPairs,
     Unions,
@@ -14,6 +14,7 @@ from patchproof.geometry._masks import (
     inside,
     parse_patches,
     parse_size,
+    rects_of,
     size_words,
     square_side,
 )
@@ -25,21 +26,34 @@ from patchproof.geometry._native import (
     placement,
     resize_weights,
 )
-from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, mass_inside
+from patchproof.geometry._places import (
+    all_places,
+    as_places,
+    as_rects,
+    best_pairs,
+    best_places,
+    every_pair,
+    grid_places,
+    hidden_by,
+    mass_inside,
+)
 
 __all__ = [
-    "Mask",
     "MaskSet",
     "PatchThreat",
     "Placement",
     "Rect",
+    "Rects",
     "Uncovered",
     "UncoveredPairs",
     "Unions",
     "all_places",
+    "as_places",
     "as_rects",
+    "best_pairs",
     "best_places",
     "covering_masks",
+    "every_pair",
     "grid_places",
     "hidden_by",
     "inside",
@@ -50,6 +64,7 @@ __all__ = [
     "parse_patches",
     "parse_size",
     "placement",
+    "rects_of",
     "resize_weights",
     "size_words",
     "square_side",

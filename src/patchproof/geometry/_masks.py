@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, product
-from math import isqrt
+from math import comb, isqrt
 from operator import index
 from typing import Any
 
@@ -43,6 +43,14 @@ class Rect:
     def contains(self, other: Rect) -> bool:
         rows = self.top <= other.top and other.bottom <= self.bottom
         return rows and self.left <= other.left and other.right <= self.right
+
+
+Rects = Rect | tuple[Rect, ...]
+"""One rectangle, or the union of several."""
+
+
+def rects_of(shape: Rects) -> tuple[Rect, ...]:
+    return (shape,) if isinstance(shape, Rect) else shape
 
 
 def inside(places: Int64[Tensor, "p *k 4"], image_size: Size) -> Bool[Tensor, "p 1 h w"]:
@@ -218,16 +226,12 @@ class Unions:
         return len(self.first)
 
 
-Mask = Rect | tuple[Rect, ...]
-"""One rectangle, or the union of several."""
-
-
 @dataclass(frozen=True)
 class MaskSet:
     """𝓜: rectangles that hide pixels of an image; against two patches, unions of them."""
 
     image_size: Size
-    rects: tuple[Mask, ...]
+    rects: tuple[Rects, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
@@ -236,7 +240,7 @@ class MaskSet:
         image = Rect(0, 0, *self.image_size)
         if not all(self.parts) or not self.rects:
             raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")
-        for rect in {rect for part in self.parts for rect in part}:
+        for rect in self.blocks:
             if rect.height < 1 or rect.width < 1 or not image.contains(rect):
                 raise InputError(f"{rect} is empty or not inside the {image.height}×{image.width} image")
 
@@ -246,7 +250,21 @@ class MaskSet:
     @property
     def parts(self) -> tuple[tuple[Rect, ...], ...]:
         """The rectangles of each mask."""
-        return tuple((mask,) if isinstance(mask, Rect) else mask for mask in self.rects)
+        return tuple(map(rects_of, self.rects))
+
+    @property
+    def words(self) -> str:
+        """`3×3 masks`, or against two patches `45 unions of 3×3 masks`."""
+        try:
+            grid = f"{size_words((len(self.axes[0]), len(self.axes[1])))} masks"
+        except InputError:
+            return f"{len(self)} masks"
+        return grid if isinstance(self.rects[0], Rect) else f"{len(self)} unions of {grid}"
+
+    @cached_property
+    def blocks(self) -> tuple[Rect, ...]:
+        """The different rectangles that the masks are made of."""
+        return tuple(dict.fromkeys(rect for part in self.parts for rect in part))
 
     @property
     def numbers(self) -> list[Any]:
@@ -264,9 +282,8 @@ class MaskSet:
     @cached_property
     def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:
         """The edges of all masks, and which of the cells that they cut the image into each mask hides: small, exact."""
-        every = {rect for part in self.parts for rect in part}
-        rows = sorted({0, self.image_size[0], *(edge for r in every for edge in (r.top, r.bottom))})
-        columns = sorted({0, self.image_size[1], *(edge for r in every for edge in (r.left, r.right))})
+        rows = sorted({0, self.image_size[0], *(edge for r in self.blocks for edge in (r.top, r.bottom))})
+        columns = sorted({0, self.image_size[1], *(edge for r in self.blocks for edge in (r.left, r.right))})
         cells = np.zeros((len(self), len(rows) - 1, len(columns) - 1), dtype=bool)
         for cell, part in zip(cells, self.parts, strict=True):
             for r in part:
@@ -277,7 +294,7 @@ class MaskSet:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering; of two patches, the pairs (r, r′)."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
-        # A mask hides a patch that touches no visible cell. Which cells those are changes only where a side of the patch
+        # A mask hides a patch that touches no visible cell. Which cells it touches changes only where one of its sides
         # crosses an edge, so its top-left corners fall into boxes that are hidden as a whole or not at all.
         rows, columns, cells = self._cells
         boxes: list[tuple[Size, Interval, Interval]] = []
@@ -288,15 +305,14 @@ class MaskSet:
             boxes += [((height, width), y, x) for y, x in product(pairwise(tops), pairwise(lefts))]
         if threat.patches == 2:
             return UncoveredPairs([Uncovered([box]) for box in boxes], np.concatenate(hidden, axis=1))
-        missed = ~np.concatenate(hidden, axis=1).any(axis=0)
-        return Uncovered([box for box, missing in zip(boxes, missed, strict=True) if missing])
+        missed = np.flatnonzero(~np.concatenate(hidden, axis=1).any(axis=0))
+        return Uncovered([boxes[number] for number in missed])
 
     @cached_property
     def axes(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
         """The row and column intervals whose product, row by row, is this mask set, or what its pairs are made of."""
-        every = {rect for part in self.parts for rect in part}
-        rows = tuple(sorted({(r.top, r.bottom) for r in every}))
-        columns = tuple(sorted({(r.left, r.right) for r in every}))
+        rows = tuple(sorted({(r.top, r.bottom) for r in self.blocks}))
+        columns = tuple(sorted({(r.left, r.right) for r in self.blocks}))
         grid = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
         if self.rects not in (grid, _pairs(grid)):
             raise InputError("these masks are not a grid of rows and columns, so they have no axes")
@@ -318,8 +334,11 @@ class MaskSet:
 
     @property
     def union_count(self) -> int:
-        """How many `unions` there are; where the masks are alike, they are not made for it."""
-        return len(self) * (len(self) + 1) // 2 if self.alike else len(self.unions)
+        """How many `unions` there are at most, without making them: as many as pairs, and as sets of the rectangles
+        that two masks have. There are fewer where a rectangle lies inside a union of others."""
+        most = 2 * max(map(len, self.parts))
+        sets = sum(comb(len(self.blocks), count) for count in range(1, most + 1))
+        return min(len(self) * (len(self) + 1) // 2, sets)
 
     @cached_property
     def unions(self) -> Unions:
@@ -331,15 +350,14 @@ class MaskSet:
             of_pair[a, b] = of_pair[b, a] = len(self) + torch.arange(len(a))
             return Unions(torch.cat([every, a]), torch.cat([every, b]), of_pair)
         hidden = np.packbits(self._cells[2].reshape(len(self), -1), axis=1)
-        first, second = np.triu_indices(len(self), 1)
-        first, second = (np.concatenate([np.arange(len(self)), masks]) for masks in (first, second))
+        single, (left, right) = np.arange(len(self)), np.triu_indices(len(self), 1)
+        first, second = np.concatenate([single, left]), np.concatenate([single, right])
         pairs = hidden[first] | hidden[second]
         _, named, union = np.unique(pairs.view(f"V{pairs.shape[1]}")[:, 0], return_index=True, return_inverse=True)
         order = named.argsort()  # in the order of the pairs, of which `named` has the first of each union
-        union, named = torch.from_numpy(order.argsort()[union]), named[order]
-        of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
-        of_pair[first, second] = of_pair[second, first] = union
-        return Unions(torch.from_numpy(first[named]), torch.from_numpy(second[named]), of_pair)
+        numbers = np.empty((len(self), len(self)), dtype=np.int64)
+        numbers[first, second] = numbers[second, first] = order.argsort()[union]
+        return Unions(*map(torch.from_numpy, (first[named[order]], second[named[order]], numbers)))
 
 
 def _touches(edges: Sequence[int], length: int) -> tuple[list[int], Float[np.ndarray, "starts cells"]]:
@@ -371,8 +389,8 @@ def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, 
 def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
     """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2).
 
-    Against two patches, these and the unions of every two of them: the two masks that hide a patch each, or the one that
-    hides both.
+    Against two patches, these and the unions of every two of them: a union of the masks that hide one patch each hides
+    both.
     """
     row_count, column_count = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
     height, width = threat.largest

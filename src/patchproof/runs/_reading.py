@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
-from patchproof.geometry import Mask, MaskSet, PatchThreat, Rect, size_words
+from patchproof.geometry import MaskSet, Rect, Rects, size_words
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
@@ -95,7 +95,7 @@ class StoredCertification:
     def masks_words(self) -> str:
         if self.masks is None:
             return "no masks"
-        return f"{size_words(self.axes)} masks" if self.axes else f"{len(self.masks)} masks"
+        return self.masks.words
 
     @property
     def patch_percent(self) -> float | None:
@@ -109,7 +109,8 @@ class StoredCertification:
         if self.patch_percent is None:
             return "unknown size"
         native = f", footprint of {printable(str(self.config.get('patch')))} native" if self.native else ""
-        return f"{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
+        two = "" if self.patches == 1 else "two patches of "
+        return f"{two}{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
 
     def class_name(self, label: int) -> str:
         return "alarm" if label < 0 else self.class_names.get(label, f"class {label}")
@@ -234,7 +235,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         guarantee=guarantee,
         image_size=None if size is None else _size(size),
         patch_sizes=tuple(map(_size, defense.get("patch_sizes") or ())),
-        patches=index(defense.get("patches", 1)),
+        patches=2 if defense.get("patches") == 2 else 1,
         native=config.get("threat_space") == "native",
         masks=masks,
         preprocessing=Preprocessing(**how) if how else None,
@@ -368,7 +369,7 @@ def _size(value: Any) -> Size:
     return height, width
 
 
-def _mask(numbers: Any) -> Mask:
+def _mask(numbers: Any) -> Rects:
     """A rectangle's four numbers, or those of several."""
     if all(isinstance(part, list) for part in numbers):
         return tuple(Rect(*map(index, rect)) for rect in numbers)
