@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from patchproof.attacks import (
     image_generator,
     undefended_attacks,
 )
+from patchproof.attacks.base import check_patched
 from patchproof.attacks.gradient import NoiseAttack
 from patchproof.data import open_dataset
 from patchproof.masking import Evaluator
@@ -389,6 +391,43 @@ def test_whichever_mask_is_removed_the_attack_goes_where_it_was(number):
     found = attack_in_turn(defended_attacks(broken, TEETH), DARK, RIGHT, seed=0, indices=range(3))
     assert found.broken.all()
     assert set(found.places) <= set(fewer.uncovered(DARK_THREAT))
+
+
+class StartledTwice(Startled):
+    """Answers 0 unless bright pixels are visible in the left and in the right third: no one patch is in both."""
+
+    def __call__(self, images):
+        left, right = (super(StartledTwice, self).__call__(part)[:, 1] for part in (images[..., :4], images[..., 8:]))
+        return torch.stack([torch.full_like(left, 0.5), left * right], dim=1)
+
+
+@pytest.mark.parametrize("kind", [pp.PatchCleanser, pp.Alarm])
+def test_two_patches_break_what_one_cannot_and_no_certificate_until_a_union_is_dropped(kind, monkeypatch):
+    image, right = DARK[:1], RIGHT[:1]
+
+    def attacked(attacks):
+        return attack_in_turn(attacks, image, right, seed=0, indices=[0])
+
+    for patches, search in ((1, "gradient"), (2, "gradient"), (2, "grid")):
+        threat = pp.PatchThreat.square(image_size=(12, 12), pixels=3, patches=patches)
+        plan = AttackPlan(steps=8, restarts=1, places=3, place_search=search, step_size=0.3)
+        alone = attacked(undefended_attacks(seen_by(StartledTwice()), threat, plan))
+        assert alone.broken.tolist() == [patches == 2]
+        assert isinstance(alone.places[0], pp.Rect if patches == 1 else tuple)
+    defense = kind(Startled(), pp.covering_masks(threat, per_axis=2), threat, engine=measured(batch_size=512))
+    fewer = pp.MaskSet((12, 12), tuple(mask for mask in defense.masks.rects if len(mask) == 1))
+    missed = set(fewer.uncovered(threat))
+    monkeypatch.setattr(pp.MaskSet, "uncovered", lambda *_: ())
+    for each, falls in ((defense, False), (replace(defense, masks=fewer), True)):
+        assert each.certify(image, right).certified.all()
+        found = attacked(defended_attacks(each, replace(plan, place_search="gradient")))
+        assert found.broken.tolist() == [falls]
+    assert found.places[0] in missed or found.places[0][::-1] in missed
+    (noise,) = defended_attacks(SimpleNamespace(predict=defense.predict, threat=threat), plan)
+    assert [len(place) for place in noise(image, right, generators=[torch.Generator()]).places] == [2]
+    three = Patched(image, ((pp.Rect(0, 0, 3, 3),) * 3,), right, right)
+    with pytest.raises(CheckError, match="3 patches, the threat is two patches of 3×3 pixels"):
+        check_patched(image, three, threat, name="Greedy")
 
 
 def test_a_fake_unanimous_disagreer_is_found_where_no_majority_can_be():

@@ -469,6 +469,35 @@ def test_images_that_the_network_was_trained_on_are_said_beside_the_number(capsy
     assert "not held out: the network was trained on these very images" in " ".join(capsys.readouterr().out.split())
 
 
+# --- two patches -----------------------------------------------------------------------------------------------------
+
+
+def test_two_patches_are_certified_predicted_and_resumed_as_such(photos, checkpoint, capsys):
+    common = ("--dataset", photos, "--weights", checkpoint, "--patch", "5px", "--limit", 3)
+    assert certify(*common, "--output", "r", "--patches", 2) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "two patches of 5×5 pixels anywhere on 28×28, 45 unions of 3×3 masks" in shown
+    found, manifest = records("r"), content("r", "manifest")
+    assert (manifest["identity"]["defense"]["patches"], len(manifest["masks"]["rects"])) == (2, 45)
+    assert all(r["forwards"] == 255 for r in found if r["certified"])
+    assert {mask for r in found for mask in r["witness"]["masks"]} <= set(range(45))
+    run_folder = runs.read_run(Path("r"))
+    assert (run_folder.masks, run_folder.axes, run_folder.patches) == (
+        pp.covering_masks(pp.PatchThreat.square(image_size=(28, 28), pixels=5, patches=2), per_axis=3),
+        (3, 3),
+        2,
+    )
+    assert certify(*common, "--output", "r", "--resume", "--patches", 1) == 1
+    assert_one_line(capsys.readouterr().err, "--patches differs: patches was 2, now 1")
+    assert certify(*common, "--output", "other", "--patches", 3) == 2
+    assert_one_line(capsys.readouterr().err, "--patches must be 1 or 2, not 3")
+    own = ("--weights", checkpoint, "--patch", "5px", "--patches", 2, "--masks", 3)
+    for how in (own, ("--weights", checkpoint, "--like", "r")):
+        assert predict(photos / "cat", *how) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert re.search(r"whatever two patches of at most .*5×5 p.* are put anywhere on this very image", shown)
+
+
 # --- cost before commitment ----------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def build_defense(
         ]
         patches = tuple(sorted({patch for threat in threats for patch in threat.patch_sizes}))
     options = asdict(part(settings, DEFENSES[settings.defense].options))
-    threat, engine = PatchThreat(size, patches), part(settings, Engine)
+    threat, engine = PatchThreat(size, patches, settings.patches), part(settings, Engine)
     return defense(settings.defense, classifier, threat, engine=engine, **options)
 
 
@@ -120,6 +120,7 @@ def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
     else:
         masks = f"-{settings.per_axis}x{settings.per_axis}" if hasattr(settings, "per_axis") else ""
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
+        kind += f"-{settings.patches}patches" if settings.patches > 1 else ""
         space = "-native" if settings.threat_space == "native" else ""
         limit = f"-{settings.limit}images" if settings.limit else ""
         name += f"{Path(weights).name}-{settings.patch}{masks}{kind}{space}{limit}"

@@ -23,6 +23,7 @@ UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run"
 
 PHRASES = {
     "continued: patch_sizes was": "continued: --patch differs: patch_sizes was",
+    "continued: patches was": "continued: --patches differs: patches was",
     "continued: masks was": "continued: --masks differs: masks was",
     "continued: images was": "continued: --limit or the data differ: images was",
     "in another folder": "with another --output",

@@ -71,6 +71,8 @@ def defense(
     unknown = [option for option in options if option not in known]
     if unknown:
         raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
+    if threat.patches > getattr(entry.kind, "most_patches", 1):
+        raise InputError(f"the defence `{name}` is for one patch, the threat has patches={threat.patches}")
     return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))
 
 

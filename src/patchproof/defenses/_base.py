@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import Fields, MaskSet, PatchThreat
+from patchproof.geometry import Fields, MaskSet, PatchThreat, Uncovered
 from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch, masks_for
 from patchproof.models import fingerprint
 from patchproof.types import CheckError, Classifier, InputError, Size
@@ -203,12 +203,15 @@ class MaskedDefense(EvaluatedDefense):
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     evidence: ClassVar[Sequence[str]] = ("witness",)
+    most_patches: ClassVar[int] = 2
+    """On an image at once; a defence that does not say is for one."""
 
     def __post_init__(self) -> None:
         missed = self.masks.uncovered(self.threat)
         if missed:
+            what = "patch positions" if isinstance(missed, Uncovered) else "pairs of patch positions"
             raise InputError(
-                f"masks do not cover the threat: {len(missed)} patch positions are hidden by no mask, "
+                f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
@@ -226,7 +229,8 @@ class MaskedDefense(EvaluatedDefense):
     def images_at_once(self) -> int:
         """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
         enough that records come often."""
-        most = max(1, TABLE_CELLS // self.most_passes)  # the more masks, the fewer images
+        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
+        most = max(1, TABLE_CELLS // pairs)
         return max(1, min(most, self.chunk // (2 if device_of(self).type == "cuda" else BLOCK)))
 
     @property
@@ -240,12 +244,13 @@ class MaskedDefense(EvaluatedDefense):
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
         except InputError:  # masks of one's own need not form a grid
-            masks = [[r.top, r.left, r.height, r.width] for r in self.masks.rects]
+            masks = self.masks.numbers
         return {
             "name": self.name,
             "guarantee": self.guarantee,
             "image_size": list(self.threat.image_size),
             "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+            **({} if self.threat.patches == 1 else {"patches": self.threat.patches}),
             "masks": masks,
             **self.arithmetic(),
         }
@@ -261,9 +266,11 @@ class MaskedDefense(EvaluatedDefense):
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks in the order in which they are likely to fail: central ones hide the object more often."""
-        height, width = self.masks.image_size
-        offset = [
-            abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
-        ]
-        return torch.tensor(offset).argsort(stable=True)
+        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
+        hide the object more often."""
+        (height, width), parts = self.masks.image_size, self.masks.parts
+        offset = torch.tensor([
+            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
+            for part in parts
+        ]).tolist()  # fmt: skip
+        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))

@@ -154,7 +154,7 @@ class PairTable:
         if until is None:
             table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
             return table.label[image[:, None], cells]
-        label, gap = table.label[image][:, self.one_mask], table.gap[image][:, self.one_mask]
+        label, gap = (values[image[:, None], self.one_mask] for values in (table.label, table.gap))
         against = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
         table.survivors(image, cells.gather(1, against), until)
         seen, labels = table.known[image[:, None], cells], table.label[image[:, None], cells]

@@ -17,7 +17,7 @@ from patchproof.types import CheckError, InputError
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 FOLLOWS_FROM = {
-    "masks": ("patch_sizes", "image_size", "name"),
+    "masks": ("patch_sizes", "patches", "image_size", "name"),
     "guarantee": ("name",),
     "exhaustive": ("name",),
     "fill": ("weights_sha256",),

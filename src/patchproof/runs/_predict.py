@@ -215,7 +215,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if run.defense not in DEFENSES or run.masks is None or run.image_size is None:
         raise InputError(f"{run.folder} is about the defence `{run.defense}`, which has no name here; build your own")
     engine = Measured(precision=run.manifest["precision"], **stored_taus(run.manifest["tau"]))
-    threat = PatchThreat(run.image_size, run.patch_sizes)
+    threat = PatchThreat(run.image_size, run.patch_sizes, run.patches)
     return DEFENSES[run.defense].kind(classifier, run.masks, threat, engine=engine)
 
 
@@ -230,7 +230,7 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
     def of(native: Size) -> Any:
         how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
-        threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how)
+        threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
         return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
     return of
