@@ -142,7 +142,7 @@ def test_normalisation_is_inside_and_follows_the_device() -> None:
         ({"std": (0.2, 0.0, 0.2)}, "std must be positive"),
         ({"std": (math.inf,) * 3}, "std must be positive and finite"),
         ({"fill": (0.5,)}, r"fill needs one value in \[0, 1\] per channel \(3\), got \(0.5,\)"),
-        ({"fill": (0.5, 0.5, 127)}, "fill needs one value in"),
+        ({"fill": (0.5, 0.5, 127)}, "fill must be one number in"),
         ({"input_size": (0, 8)}, r"input_size must be \(height, width\)"),
         ({"crop_pct": 0.0}, "crop_pct must be positive"),
         ({"num_classes": 0}, "num_classes must be at least 1"),
@@ -268,7 +268,7 @@ def test_members_of_an_ensemble_hide_pixels_their_own_way() -> None:
 def test_members_that_disagree_are_refused(one: dict[str, Any], other: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Ensemble([wrap(**one), wrap(**other)])
-    with pytest.raises(InputError, match="at least one member"):
+    with pytest.raises(InputError, match="at least one classifier"):
         Ensemble([])
 
 

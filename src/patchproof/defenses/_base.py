@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
-from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
-from patchproof.models import fingerprint
-from patchproof.types import CheckError, Classifier, InputError
+from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch, require_images
+from patchproof.models import fingerprint, mask_colour
+from patchproof.types import CheckError, Classifier, InputError, kind_of
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -106,8 +106,7 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
     for part in kinds:
         values: Any = found.predictions if part == "predictions" else getattr(proof, part)
         if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kinds[part]}":
-            got = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {got}")
+            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {kind_of(values)}")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
@@ -117,6 +116,17 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
         if labels is not None and bool((proof.certified & (found.predictions != labels)).any()):
             raise CheckError(f"{name} certifies a label that it does not itself answer")
     return found
+
+
+def require_defense(value: Any) -> None:
+    """Refuse what is no defence, naming what it lacks."""
+    if not isinstance(value, Defense):
+        needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
+        raise InputError(
+            f"{type(value).__name__} is no defence: it lacks "
+            f"{', '.join(name for name in needed if not hasattr(value, name))}; e.g. "
+            'pp.defense("patchcleanser", classifier, threat)'
+        )
 
 
 def device_of(defense: Any) -> torch.device:
@@ -147,6 +157,16 @@ class MaskedDefense:
     evidence: ClassVar[Sequence[str]] = ("witness",)
 
     def __post_init__(self) -> None:
+        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not callable(self.classifier):
+            raise InputError(
+                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
+                "pp.load_classifier makes one from a name"
+            )
+        mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
             raise InputError(
@@ -214,16 +234,7 @@ class MaskedDefense:
         cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
     ) -> MaskTable:
         """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
-        if images.ndim != 4 or not images.is_floating_point():
-            raise InputError(
-                f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
-                f"{tuple(images.shape)}"
-            )
-        if tuple(images.shape[-2:]) != self.masks.image_size:
-            raise InputError(
-                f"the images are {tuple(images.shape[-2:])}, the masks are for {self.masks.image_size}; "
-                "resize the images, or build the threat and masks for their size"
-            )
+        require_images(images, self.masks.image_size)
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.masking import Copies, Evaluator
-from patchproof.types import InputError
+from patchproof.types import InputError, kind_of
 
 BLOCK = 4
 """Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
@@ -47,9 +47,9 @@ class MaskTable:
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
         """
         if not (isinstance(labels, Tensor) and labels.shape == self.images.shape[:1] and labels.dtype == torch.int64):
-            given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             raise InputError(
-                f"labels must be a tensor of one int64 number for each of the {len(self.images)} images, not {given}"
+                f"labels must be a tensor of one int64 number for each of the {len(self.images)} images, not "
+                f"{kind_of(labels)}"
             )
         self.labels = labels.cpu()
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)

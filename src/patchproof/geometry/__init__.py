@@ -14,6 +14,7 @@ from patchproof.geometry._masks import (
     parse_size,
     size_words,
     square_side,
+    whole_size,
 )
 from patchproof.geometry._native import (
     Placement,
@@ -49,4 +50,5 @@ __all__ = [
     "resize_weights",
     "size_words",
     "square_side",
+    "whole_size",
 ]

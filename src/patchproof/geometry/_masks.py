@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, product
 from math import isqrt
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,12 +54,13 @@ def inside(places: Int64[Tensor, "p 4"], image_size: Size) -> Bool[Tensor, "p 1 
     return found[:, None]
 
 
-def whole_size(size: Sequence[int]) -> Size:
+def whole_size(size: Sequence[int], name: str = "a size") -> Size:
     """(height, width) as a tuple of plain integers, whatever sequence and integer type they came in."""
     try:
         height, width = map(index, size)
     except (TypeError, ValueError) as error:
-        raise InputError(f"a size is (height, width) in whole pixels, not {size!r}") from error
+        example = (size, size) if isinstance(size, int) else (224, 224)
+        raise InputError(f"{name} must be (height, width) in whole pixels, e.g. {example}, not {size!r:.60}") from error
     return height, width
 
 
@@ -113,8 +115,11 @@ class PatchThreat:
     def __post_init__(self) -> None:
         if self.patches != 1:
             raise InputError(f"patches must be 1, not {self.patches}: several patches at once are not supported yet")
-        object.__setattr__(self, "image_size", whole_size(self.image_size))
-        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes or ())))
+        object.__setattr__(self, "image_size", whole_size(self.image_size, "image_size"))
+        sizes: Any = self.patch_sizes or ()
+        if not isinstance(sizes, Iterable) or any(isinstance(size, int) for size in sizes):
+            raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {sizes!r:.60}")
+        object.__setattr__(self, "patch_sizes", tuple(whole_size(size, "a patch size") for size in sizes))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -132,8 +137,9 @@ class PatchThreat:
         """One square patch, its side in pixels or as a share of the image's area."""
         if (percent is None) == (pixels is None):
             raise InputError("give the patch either in percent or in pixels, e.g. percent=3 or pixels=39")
-        side = pixels if pixels is not None else square_side(percent, image_size)  # type: ignore[arg-type]
-        return cls(image_size, ((side, side),))
+        size = whole_size(image_size, "image_size")
+        side = pixels if pixels is not None else square_side(percent, size)  # type: ignore[arg-type]
+        return cls(size, ((side, side),))
 
     @property
     def largest(self) -> Size:
@@ -304,7 +310,14 @@ def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, 
 
 def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
     """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2)."""
-    row_count, column_count = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
+    if not isinstance(threat, PatchThreat):
+        raise InputError(
+            f"threat must be a pp.PatchThreat, e.g. pp.PatchThreat((224, 224), ((39, 39),)), not {threat!r}"
+        )
+    counts = per_axis if isinstance(per_axis, tuple) else (per_axis, per_axis)
+    if len(counts) != 2 or not all(isinstance(count, int) for count in counts):
+        raise InputError(f"per_axis must be a whole number, or one for rows and one for columns, not {per_axis!r}")
+    row_count, column_count = counts
     height, width = threat.largest
     rows = _axis_masks(threat.image_size[0], height, row_count)
     columns = _axis_masks(threat.image_size[1], width, column_count)

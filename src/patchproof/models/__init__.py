@@ -11,7 +11,14 @@ from patchproof.models._checkpoint import (
     sealed,
     settled,
 )
-from patchproof.models._classifier import ImageClassifier, adopt, classifier_summary, match_labels, weights_sha256
+from patchproof.models._classifier import (
+    ImageClassifier,
+    adopt,
+    classifier_summary,
+    mask_colour,
+    match_labels,
+    weights_sha256,
+)
 from patchproof.models._load import (
     EMBEDDED,
     EMBEDDED_SOURCE,
@@ -41,6 +48,7 @@ __all__ = [
     "list_models",
     "load_checkpoint",
     "load_classifier",
+    "mask_colour",
     "match_labels",
     "replace_head",
     "rounded",

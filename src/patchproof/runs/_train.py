@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, show
 from patchproof.models import (
     ImageClassifier,
     adopt,
@@ -362,5 +362,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageCla
     size: Size = getattr(classifier, "input_size", None) or own
     channels = first.shape[0] if isinstance(first, Tensor) else 3
     with torch.no_grad(), evaluating(classifier):
-        logits = classifier(torch.zeros(1, channels, *size, device=next(classifier.parameters()).device))
+        logits = show(classifier, torch.zeros(1, channels, *size, device=next(classifier.parameters()).device), None)
     return adopt(classifier, input_size=size, num_classes=int(logits.shape[1]), channels=channels)
