@@ -558,3 +558,11 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     assert len(line) <= 80
     assert "\n" not in line
     assert re.search(r"certify .*1234/3925 0:00:00 left (-:--:--|\d:\d\d:\d\d) certified 61", line), line
+
+
+def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):
+    lines = ["from torch import nn", "class Net(nn.Module):", "    def forward(self, images):"]
+    lines += ["        if len(images) > 1: {}['mine']", "        return images.flatten(1)[:, :10]"]
+    Path("own.py").write_text("\n".join(lines))
+    assert certify("--model", "own.py:Net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
+    assert_one_line(capsys.readouterr().err, r"KeyError: 'mine' \(.*own.py:4, in forward\)")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from patchproof.masking._memory import out_of_memory
-from patchproof.models import mask_colour
+from patchproof.models import failure, mask_colour
 from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
 
 Item = TypeVar("Item")
-
-TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
 
 
 def require_images(images: Any, image_size: Size) -> None:
@@ -117,10 +113,9 @@ def show(
     except Exception as error:
         if isinstance(error, PatchproofError) or out_of_memory(error):
             raise
-        words = (str(error).strip() or "no message").splitlines()[0]
         raise CheckError(
             f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
-            f"{type(error).__name__}: {words} ({_origin(error)}); is that the size it was built for?"
+            f"{failure(error)}; is that the size it was built for?"
         ) from error
     if not isinstance(logits, Tensor):
         raise CheckError(
@@ -133,14 +128,6 @@ def show(
             f"({len(images)}, classes)"
         )
     return logits
-
-
-def _origin(error: BaseException) -> str:
-    """`file:line, in function` of the innermost code that is neither torch's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(TORCH)]
-    frame = [frame for frame in theirs if not Path(frame.filename).is_relative_to(OURS)] or theirs
-    return f"{frame[-1].filename}:{frame[-1].lineno}, in {frame[-1].name}"
 
 
 class MaskedForward(nn.Module):

@@ -28,7 +28,7 @@ from patchproof.models._load import (
     load_classifier,
     replace_head,
 )
-from patchproof.models._state import write_state
+from patchproof.models._state import failure, write_state
 from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "checkpoint_sha256",
     "classifier_summary",
     "embedded_checkpoint",
+    "failure",
     "file_sha256",
     "fingerprint",
     "is_whole",
