@@ -563,6 +563,7 @@ def test_count_time_and_eta_are_readable_at_80_columns():
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):
     lines = ["from torch import nn", "class Net(nn.Module):", "    def forward(self, images):"]
     lines += ["        if len(images) > 1: {}['mine']", "        return images.flatten(1)[:, :10]"]
+    lines += ["def net(): return Net()"]
     Path("own.py").write_text("\n".join(lines))
-    assert certify("--model", "own.py:Net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
+    assert certify("--model", "own.py:net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
     assert_one_line(capsys.readouterr().err, r"KeyError: 'mine' \(.*own.py:4, in forward\)")
