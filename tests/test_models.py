@@ -506,6 +506,9 @@ def test_files_that_hold_no_weights_are_refused(small: ImageClassifier, tmp_path
     torch.save({"epoch": 3, "loss": 0.1}, tmp_path / "w.pth")
     with pytest.raises(InputError, match=r"holds no state dict.*got dict with keys epoch, loss"):
         load_classifier("small", str(tmp_path / "w.pth"))
+    (tmp_path / "text.pth").write_text("no weights")
+    with pytest.raises(InputError, match=r"text.pth holds no weights: it does not begin as files of torch.save do"):
+        load_classifier("small", str(tmp_path / "text.pth"))
     (tmp_path / "w.txt").write_text("x")
     with pytest.raises(InputError, match=r"expected a weight file ending in .safetensors, .pth"):
         load_classifier("small", str(tmp_path / "w.txt"))

@@ -75,9 +75,9 @@ def square_side(percent: float, image_size: Size) -> int:
 
 def parse_size(text: str) -> Size:
     """`224` or `224x320` (height x width)."""
-    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
+    match = re.fullmatch(r"(\d{1,4})(?:[x×](\d{1,4}))?", text.strip())
     if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
-        raise InputError(f"an image size looks like 224 or 224x320 (height x width), not `{text}`")
+        raise InputError(f"an image size looks like 224 or 224x320 (height x width), 1 to 9999 pixels, not `{text}`")
     return size
 
 

@@ -132,7 +132,9 @@ def read_record(folder: Path) -> dict[str, Any]:
             raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({first_line(error)}); take another checkpoint") from error
     if not isinstance(record, dict) or not _alike(record.get("schema"), 1):
         raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")

@@ -34,6 +34,13 @@ def read_state(path: Path) -> State:
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
     try:
+        with path.open("rb") as file:
+            start = file.read(1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix.lower() != ".safetensors" and start not in (b"P", b"\x80"):  # of a zip archive, of a pickle
+        raise InputError(f"{path} holds no weights: it does not begin as files of torch.save do; give another file")
+    try:
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
         if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):

@@ -33,7 +33,9 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, Re
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckError(f"{path} is damaged ({error}); {BEGIN_AGAIN}") from error
     if not isinstance(content, dict):
         raise CheckError(f"{path} is damaged: no JSON object; {BEGIN_AGAIN}")
@@ -121,8 +123,9 @@ class RunFolder:
         stored one but `longer` takes its place."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot create the folder {self.path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            raise InputError(f"cannot create the folder {str(self.path)!r}: {words}") from error
         with self._locked():
             if not self.manifest_path.exists():
                 ours = (".lock", "manifest.json.part")  # what a kill before the manifest was there has left

@@ -105,6 +105,8 @@ def train(
     plan, source = Plan() if plan is None else plan, as_source(data)
     if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
         raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    if len(source.class_names) == 1:
+        raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
