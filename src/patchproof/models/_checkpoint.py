@@ -188,6 +188,8 @@ def _beside(folder: Path, word: str) -> Path:
 
 
 def _to_disk(path: Path) -> None:
+    if os.name == "nt":  # Windows flushes only what was opened for writing, and no folder
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

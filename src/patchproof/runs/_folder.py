@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from filelock import FileLock, Timeout
 
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
@@ -148,18 +149,19 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        lock = FileLock(self.path / ".lock")
         try:
-            lock = (self.path / ".lock").open("w")
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
         except OSError as error:
             raise InputError(
                 f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
             ) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
+        try:
             yield
+        finally:
+            lock.release()
 
     def spoil(self, reason: str) -> NoReturn:
         """The records cannot be trusted: fail, and refuse every later session."""
