@@ -298,6 +298,28 @@ def test_what_is_found_depends_on_no_batch_order_or_chunk_and_no_pass_is_larger_
             assert torch.equal(getattr(some, name), getattr(together, name)[order]), name
 
 
+def test_many_restarts_take_no_more_memory_and_each_is_another_start(generator, monkeypatch):
+    threat = pp.PatchThreat((9, 8), ((3, 3),))
+    curved, images = reference.Curved((9, 8), 4, generator), torch.rand(2, 2, 9, 8, generator=generator)
+    sure = torch.tensor([1000.0, 0, 0, 0])
+    evaluator, started = Evaluator(lambda images: curved(images) + sure, measured()), []
+    climb = GradientAttack._climb
+
+    def watched(self, clean, candidates, best):
+        started.append(candidates)
+        return climb(self, clean, candidates, best)
+
+    monkeypatch.setattr(GradientAttack, "_climb", watched)
+    attacks = undefended_attacks(evaluator, threat, AttackPlan(steps=1, restarts=11, places=1, step_size=1e-9))[:1]
+    labels = evaluator.labels(images)
+    attack_in_turn(attacks, images, labels, seed=1, indices=[0, 1])
+    assert [len(candidates.owner) for candidates in started] == [8, 8, 6], "four starts of each image at a time"
+    attempts = [a for candidates in started for a in candidates.attempt[candidates.owner == 0].tolist()]
+    pixels = {c.images[j].numpy().tobytes() for c in started for j in range(len(c.owner)) if c.owner[j] == 0}
+    assert attempts == list(range(11))
+    assert len(pixels) == 11
+
+
 def test_every_seed_image_and_turn_has_a_stream_of_its_own():
     streams = {
         key: torch.rand(4, generator=image_generator(key[0], key[1], turn=key[2])).tolist()

@@ -149,7 +149,8 @@ def test_every_pass_is_counted_and_no_union_of_masks_is_evaluated_twice(seed):
             return classifier(batch)
 
     defense = pp.PatchCleanser(Recorder(), masks, threat, engine=measured())
-    for image, label in zip(images + torch.rand(images.shape, generator=torch.Generator()), labels, strict=True):
+    noise = torch.rand(images.shape, generator=torch.Generator())
+    for image, label in zip((images + noise) / 2, labels, strict=True):
         seen.clear()
         found = defense.assess(image[None], label[None]).certificates
         assert len(seen) == len(set(seen)) == int(found.forwards)
@@ -178,14 +179,17 @@ def test_an_image_is_given_up_at_its_first_wrong_label_whatever_the_rest_of_the_
 
 def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_or_a_tie_certifies_nothing():
     def brightness(x):
+        x = torch.where(x == 1, torch.nan, x)
         return torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3))], 1)
 
     images = torch.full((1, 1, 6, 6), 0.25)
-    images[0, 0, 0, 0] = torch.nan
+    images[0, 0, 0, 0] = 1
     for classifier in (brightness, lambda x: torch.zeros(len(x), 2)):
         defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=measured())
         assert not defense.certify(images, torch.tensor([0])).certified.any()
     assert pp.two_mask_labels(brightness, images, MASKS)[0, 0, 0] == 0
+    hidden = pp.occlude(images.where(images < 1, torch.nan), MASKS.keep()[:1], torch.zeros(1, 1, 1))
+    assert hidden.isfinite().all(), "whatever is under a mask"
 
 
 def test_a_union_named_twice_in_one_call_is_evaluated_once():
@@ -267,7 +271,7 @@ def test_wrong_images_and_labels_are_refused_and_none_have_no_answers():
     none, labels = torch.zeros(0, 1, 6, 6), torch.zeros(0, dtype=torch.int64)
     assert defense.predict(none).tolist() == defense.certify(none, labels).certified.tolist() == []
     assert defense.assess(none).predictions.tolist() == []
-    with pytest.raises(InputError, match=r"the images are \(8, 8\), the threat is for \(6, 6\)"):
+    with pytest.raises(InputError, match=r"height and width \(6, 6\), not \(1, 1, 8, 8\)"):
         defense.predict(torch.zeros(1, 1, 8, 8))
     with pytest.raises(InputError, match="labels run from -1 to 3, but the classifier has the outputs 0 to 2"):
         defense.certify(torch.rand(2, 1, 6, 6), torch.tensor([-1, 3]))

@@ -204,7 +204,7 @@ def attack_in_turn(
     An image that is answered wrongly as it is counts as broken: a patch may also leave all pixels as they are.
     """
     if not attacks:
-        raise InputError("there is no attack to run; take defended_attacks(…) or undefended_attacks(…)")
+        raise InputError("there is no attack to run; name at least one, or call pp.attack(…), which has its own")
     first, none = attacks[0], torch.zeros_like(labels)
     corner = Rect(0, 0, *first.threat.patch_sizes[0])
     places: list[Rects] = [corner if first.threat.patches == 1 else (corner, corner)] * len(images)

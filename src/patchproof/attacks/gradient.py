@@ -38,7 +38,8 @@ LOOKS = 4
 """How often, in the course of its steps, a patch is shown to the target; an image that breaks is left alone then."""
 
 CANDIDATES = 4
-"""Patches of one image that are optimised together: some places, each with all its starts."""
+"""Patches of one image that are optimised together, at most: some places with all their starts, or some starts at one
+place; memory does not grow with either."""
 
 MOMENTUM = 0.9
 
@@ -95,9 +96,10 @@ class GradientAttack(Attack):
         places = self.places(clean, images)
         best = _Best(images, places[:, 0], passes=len(every))
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
-            rows = torch.nonzero(~best.broken)[:, 0]
-            if len(rows):
-                self._climb(clean, self._start(images, rows, group[rows], generators), best)
+            for attempts in torch.arange(self.plan.restarts, device=images.device).split(CANDIDATES):
+                rows = torch.nonzero(~best.broken)[:, 0]
+                if len(rows):
+                    self._climb(clean, self._start(images, rows, group[rows], attempts, generators), best)
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
     def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r *k 4"]:
@@ -132,13 +134,18 @@ class GradientAttack(Attack):
         return every[pairs[:, : self.plan.places]]
 
     def _start(
-        self, images: Tensor, rows: Int64[Tensor, " s"], places: Int64[Tensor, "s g *k 4"], generators: Sequence[Any]
+        self,
+        images: Tensor,
+        rows: Int64[Tensor, " s"],
+        places: Int64[Tensor, "s g *k 4"],
+        attempts: Int64[Tensor, " t"],
+        generators: Sequence[Any],
     ) -> _Candidates:
-        """Every start at every place of the group, image by image."""
-        restarts, group = self.plan.restarts, places.shape[1]
-        owner = rows.repeat_interleave(group * restarts)
-        place = places.flatten(0, 1).repeat_interleave(restarts, dim=0)
-        attempt = torch.arange(restarts, device=rows.device).repeat(len(rows) * group)
+        """Each of these starts at every place of the group, image by image."""
+        group = places.shape[1]
+        owner = rows.repeat_interleave(group * len(attempts))
+        place = places.flatten(0, 1).repeat_interleave(len(attempts), dim=0)
+        attempt = attempts.repeat(len(rows) * group)
         start = images[owner]
         for j in torch.nonzero(attempt)[:, 0].tolist():
             start[j] = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)

@@ -154,7 +154,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
     files: list[Any] = []
     for path in images:
-        files += [standard_input()] if str(path) == STANDARD_INPUT else runs.image_files(path)
+        files += [standard_input()] if path == Path(STANDARD_INPUT) else runs.image_files(path)
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     defense = defense_for(settings, classifier)

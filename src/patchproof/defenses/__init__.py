@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from patchproof.defenses._base import Assessment, Certificates, Defense, MaskedDefense, assess, device_of
+from patchproof.defenses._base import (
+    Assessment,
+    Certificates,
+    Defense,
+    MaskedDefense,
+    assess,
+    device_of,
+    require_defense,
+)
 from patchproof.defenses._table import MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
@@ -98,5 +106,6 @@ __all__ = [
     "defense",
     "device_of",
     "double_masking",
+    "require_defense",
     "two_mask_labels",
 ]

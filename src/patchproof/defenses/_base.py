@@ -12,9 +12,17 @@ from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
 from patchproof.geometry import Fields, MaskSet, PatchThreat, Uncovered
-from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch, masks_for
-from patchproof.models import fingerprint
-from patchproof.types import CheckError, Classifier, InputError, Size
+from patchproof.masking import (
+    Engine,
+    Evaluator,
+    Measured,
+    check_classifier,
+    default_batch,
+    masks_for,
+    require_images,
+)
+from patchproof.models import fingerprint, mask_colour
+from patchproof.types import CheckError, Classifier, InputError, kind_of
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -106,8 +114,7 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
     for part in kinds:
         values: Any = found.predictions if part == "predictions" else getattr(proof, part)
         if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kinds[part]}":
-            got = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {got}")
+            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {kind_of(values)}")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
@@ -119,6 +126,17 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
     return found
 
 
+def require_defense(value: Any) -> None:
+    """Refuse what is no defence, naming what it lacks."""
+    if not isinstance(value, Defense):
+        needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
+        raise InputError(
+            f"{type(value).__name__} is no defence: it lacks "
+            f"{', '.join(name for name in needed if not hasattr(value, name))}; e.g. "
+            'pp.defense("patchcleanser", classifier, threat)'
+        )
+
+
 def device_of(defense: Any) -> torch.device:
     """Where the defence computes: its own `device`, or that of its classifier's weights."""
     own = getattr(defense, "device", None)
@@ -127,20 +145,6 @@ def device_of(defense: Any) -> torch.device:
     classifier = getattr(defense, "classifier", None)
     first = next(classifier.parameters(), None) if isinstance(classifier, nn.Module) else None
     return torch.device("cpu") if first is None else first.device
-
-
-def require_images(images: Tensor, image_size: Size) -> None:
-    """Refuse what are no images of the threat's size."""
-    if images.ndim != 4 or not images.is_floating_point():
-        raise InputError(
-            f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
-            f"{tuple(images.shape)}"
-        )
-    if tuple(images.shape[-2:]) != image_size:
-        raise InputError(
-            f"the images are {tuple(images.shape[-2:])}, the threat is for {image_size}; "
-            "resize the images, or build the threat for their size"
-        )
 
 
 def require_one_patch(name: str, threat: PatchThreat) -> None:
@@ -207,6 +211,16 @@ class MaskedDefense(EvaluatedDefense):
     """On an image at once; a defence that does not say is for one."""
 
     def __post_init__(self) -> None:
+        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not callable(self.classifier):
+            raise InputError(
+                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
+                "pp.load_classifier makes one from a name"
+            )
+        mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
             what = "patch positions" if isinstance(missed, Uncovered) else "pairs of patch positions"

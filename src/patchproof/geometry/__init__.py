@@ -18,6 +18,7 @@ from patchproof.geometry._masks import (
     rects_of,
     size_words,
     square_side,
+    whole_size,
 )
 from patchproof.geometry._native import (
     Placement,
@@ -71,4 +72,5 @@ __all__ = [
     "resize_weights",
     "size_words",
     "square_side",
+    "whole_size",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -62,12 +62,13 @@ def inside(places: Int64[Tensor, "p *k 4"], image_size: Size) -> Bool[Tensor, "p
     return found.any(dim=1, keepdim=True)
 
 
-def whole_size(size: Sequence[int]) -> Size:
+def whole_size(size: Sequence[int], name: str = "a size") -> Size:
     """(height, width) as a tuple of plain integers, whatever sequence and integer type they came in."""
     try:
         height, width = map(index, size)
     except (TypeError, ValueError) as error:
-        raise InputError(f"a size is (height, width) in whole pixels, not {size!r}") from error
+        example = (size, size) if isinstance(size, int) else (224, 224)
+        raise InputError(f"{name} must be (height, width) in whole pixels, e.g. {example}, not {size!r:.60}") from error
     return height, width
 
 
@@ -82,9 +83,9 @@ def square_side(percent: float, image_size: Size) -> int:
 
 def parse_size(text: str) -> Size:
     """`224` or `224x320` (height x width)."""
-    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
+    match = re.fullmatch(r"(\d{1,4})(?:[x×](\d{1,4}))?", text.strip())
     if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
-        raise InputError(f"an image size looks like 224 or 224x320 (height x width), not `{text}`")
+        raise InputError(f"an image size looks like 224 or 224x320 (height x width), 1 to 9999 pixels, not `{text}`")
     return size
 
 
@@ -122,8 +123,11 @@ class PatchThreat:
     def __post_init__(self) -> None:
         if self.patches not in (1, 2):
             raise InputError(f"patches must be 1 or 2, not {self.patches}: more at once are not supported")
-        object.__setattr__(self, "image_size", whole_size(self.image_size))
-        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes or ())))
+        object.__setattr__(self, "image_size", whole_size(self.image_size, "image_size"))
+        sizes: Any = self.patch_sizes or ()
+        if not isinstance(sizes, Iterable) or any(isinstance(size, int) for size in sizes):
+            raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {sizes!r:.60}")
+        object.__setattr__(self, "patch_sizes", tuple(whole_size(size, "a patch size") for size in sizes))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -143,8 +147,9 @@ class PatchThreat:
         """A square patch, its side in pixels or as a share of the image's area."""
         if (percent is None) == (pixels is None):
             raise InputError("give the patch either in percent or in pixels, e.g. percent=3 or pixels=39")
-        side = pixels if pixels is not None else square_side(percent, image_size)  # type: ignore[arg-type]
-        return cls(image_size, ((side, side),), patches)
+        size = whole_size(image_size, "image_size")
+        side = pixels if pixels is not None else square_side(percent, size)  # type: ignore[arg-type]
+        return cls(size, ((side, side),), patches)
 
     @property
     def largest(self) -> Size:
@@ -392,7 +397,13 @@ def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], alig
     Against two patches, these and the unions of every two of them: a union of the masks that hide one patch each hides
     both. With `align` (height, width), their edges are at multiples of it.
     """
-    counts = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
+    if not isinstance(threat, PatchThreat):
+        raise InputError(
+            f"threat must be a pp.PatchThreat, e.g. pp.PatchThreat((224, 224), ((39, 39),)), not {threat!r}"
+        )
+    counts = per_axis if isinstance(per_axis, tuple) else (per_axis, per_axis)
+    if len(counts) != 2 or not all(isinstance(count, int) for count in counts):
+        raise InputError(f"per_axis must be a whole number, or one for rows and one for columns, not {per_axis!r}")
     rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     rects = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
     return MaskSet(threat.image_size, rects if threat.patches == 1 else _pairs(rects))

@@ -13,6 +13,7 @@ import torch
 from patchproof.defenses import device_of
 from patchproof.geometry import MaskSet, covering_masks
 from patchproof.masking import Copies, Engine, Evaluator, masks_for
+from patchproof.models import mask_colour
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 
@@ -116,7 +117,7 @@ def seconds_per_pass(defense: Any) -> float:
     classifier, device = defense.classifier, device_of(defense)
     engine = getattr(defense, "engine", None) or Engine()
     evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
-    channels = len(getattr(classifier, "fill", (0.5,) * 3))
+    channels = len(mask_colour(classifier) or (0.5,) * 3)
     images = generated_images(1, channels, defense.threat.image_size).to(device)
     keep = masks_for(classifier, defense.threat, per_axis=3).keep(device)
     evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
