@@ -8,5 +8,5 @@ for interpolation in ("nearest", "bilinear", "bicubic"):
     masks = pp.covering_masks(threat, per_axis=6)
     height, width = threat.patch_sizes[0]
     print(
-        f"{interpolation:8}: 5×5 on 32×32 touches up to {height}×{width} of 224×224; masks of {masks.rects[0].height}"
+        f"{interpolation:8}: 5×5 on 32×32 touches up to {height}×{width} of 224×224; masks of {masks.blocks[0].height}"
     )

@@ -142,7 +142,7 @@ def result(path: Path, root: Path) -> Result:
 def _in_the_middle(run: StoredCertification) -> float | None:
     assert run.masks is not None
     row, column = (side // 2 for side in run.masks.image_size)
-    rects = enumerate(run.masks.rects)
+    rects = enumerate(run.masks.blocks)
     middle = {n for n, r in rects if r.top <= row < r.bottom and r.left <= column < r.right}
     failing = [record.evidence["witness"] for record in run.good if not record.certified]
     pairs = [set(witness["masks"]) for witness in failing if witness]

@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from patchproof.cli import run
@@ -33,32 +33,30 @@ class Training:
 
 @dataclass(frozen=True)
 class Certification:
-    """Flags of `patchproof certify` on a network; `patches` if it was trained for one of them only."""
+    """Flags of `patchproof certify` on a network."""
 
     name: str
     network: str
     flags: str
-    patches: tuple[str, ...] = field(default=PATCHES)
 
 
 def trainings(epochs: int) -> list[Training]:
-    scratch = "--weights random --schedule cosine --weight-decay 5e-4 --augment shift --batch-size 512 --precision bf16"
-    # The same epochs in all: PatchCleanser's networks learn plain images first, then masked ones, as in the paper.
+    """Each has `epochs` in all: PatchCleanser's networks learn from Cutout first, and are then fine-tuned."""
+    scratch = "--weights random --schedule cosine --augment shift --batch-size 512 --precision bf16"
+    decay = "--weight-decay 5e-4"
     tuned = max(1, epochs // 6)
     tuning = "--schedule cosine --augment shift --batch-size 512 --precision bf16 --learning-rate 0.02 --mask-patch 5px"
     local = "--validate-with patchguard-bagnet --mask-patch 5px"
     return [
-        Training("ablated", f"{scratch} --model resnet18_ablated --learning-rate 0.2 --strategy column4"
+        Training("ablated", f"{scratch} {decay} --model resnet18_ablated --learning-rate 0.2 --strategy column4"
                  " --mask-patch 5px --validate-with derandomized-smoothing", epochs),
-        Training("bagcert", f"{scratch} --model bagnet9 --learning-rate 0.1 --strategy none --loss bagcert"
+        Training("bagcert", f"{scratch} {decay} --model bagnet9 --learning-rate 0.1 --strategy none --loss bagcert"
                  " --mask-patch 5px --validate-with bagcert", epochs),
-        Training("bagnet", f"{scratch} --model bagnet9 --learning-rate 0.2 --strategy none {local}", epochs),
-        Training("ibp-5px", f"{scratch} --model cnn_ibp --learning-rate 0.02 --strategy none --loss ibp"
-                 " --mask-patch 5px --validate-with ibp --weight-decay 0", epochs),
-        Training("ibp-2px", f"{scratch} --model cnn_ibp --learning-rate 0.02 --strategy none --loss ibp"
-                 " --mask-patch 2px --validate-with ibp --weight-decay 0", epochs),
-        Training("plain", f"{scratch} --model resnet18_32 --learning-rate 0.2 --strategy cutout --mask-patch 5px",
-                 epochs - tuned),
+        Training("bagnet", f"{scratch} {decay} --model bagnet9 --learning-rate 0.2 --strategy none {local}", epochs),
+        Training("ibp", f"{scratch} --model cnn_ibp --learning-rate 0.02 --strategy none --loss ibp"
+                 " --mask-patch 5px --validate-with ibp", epochs),
+        Training("plain", f"{scratch} {decay} --model resnet18_32 --learning-rate 0.2 --strategy cutout"
+                 " --mask-patch 5px", epochs - tuned),
         Training("cutout", f"{tuning} --strategy cutout", tuned, start="plain"),
         Training("greedy", f"{tuning} --strategy greedy", tuned, start="plain"),
         Training("vit", f"{scratch} --model vit_patch4_32 --optimizer adamw --learning-rate 0.001 --weight-decay 0.05"
@@ -72,8 +70,7 @@ CERTIFICATIONS = [
     Certification("bagcert", "bagcert", "--defense bagcert"),
     Certification("clipped-bagnet", "bagnet", "--defense clipped-bagnet"),
     Certification("patchguard-bagnet", "bagnet", "--defense patchguard-bagnet"),
-    Certification("ibp", "ibp-5px", "--defense ibp", ("5px",)),
-    Certification("ibp", "ibp-2px", "--defense ibp", ("2px",)),
+    Certification("ibp", "ibp", "--defense ibp"),
     Certification("patchcleanser-cutout", "cutout", "--masks 6"),
     Certification("patchcleanser-greedy", "greedy", "--masks 6"),
     Certification("alarm-greedy", "greedy", "--defense alarm --masks 6"),
@@ -81,33 +78,47 @@ CERTIFICATIONS = [
 ]
 
 
-def commands(data: Path, output: Path, epochs: int, more: list[str]) -> Iterator[tuple[Path, list[str]]]:
+def merged(*words: str) -> list[str]:
+    """Flags, each once: the last wins."""
+    found: dict[str, list[str]] = {}
+    for word in (word for part in words for word in part.split()):
+        if word.startswith("--"):
+            found[flag := word] = []
+        else:
+            found[flag].append(word)
+    return [word for flag, values in found.items() for word in (flag, *values)]
+
+
+def commands(data: Path, output: Path, epochs: int, more: str = "", also: str = "") -> Iterator[tuple[Path, list[str]]]:
     """The run folders and the commands that make them, in an order in which each has what it needs."""
     known = {training.name: training for training in trainings(epochs)}
     for training in known.values():
         folder = output / "train" / training.name
-        words = [*training.flags.split(), "--epochs", str(training.epochs), "--dataset", str(data), "--keep-decoded"]
+        words = f"{training.flags} --epochs {training.epochs} --dataset {data} --keep-decoded --output {folder}"
         if training.start is not None:
-            words += ["--weights", str(output / "train" / training.start / "checkpoint-last")]
-        yield folder, ["train", *words, "--output", str(folder), "--validation", str(data / "test"), *more]
+            words += f" --weights {output / 'train' / training.start / 'checkpoint-last'}"
+        yield folder, ["train", *merged(words, more)]
         for one in CERTIFICATIONS:
-            for patch in one.patches if one.network == training.name else ():
+            for patch in PATCHES if one.network == training.name else ():
                 place = output / f"{one.name}-{patch}"
-                weights = str(folder / "checkpoint-last")
-                words = [*one.flags.split(), "--weights", weights, "--dataset", str(data), "--split", "test"]
-                yield place, ["certify", *words, "--patch", patch, "--output", str(place), *more]
+                words = f"--dataset {data} --split test --weights {folder / 'checkpoint-last'} --output {place}"
+                yield place, ["certify", *merged(one.flags, words, f"--patch {patch}", also)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=Path("runs/leaderboard"))
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--only", nargs="+", help="names of networks")
+    parser.add_argument("--training", default="", help='more flags of every training, e.g. "--limit 64 --device cpu"')
+    parser.add_argument("--certifying", default="", help="more flags of every certification")
     parser.add_argument("--plan", action="store_true", help="only print the commands")
-    arguments, more = parser.parse_known_args()
+    arguments = parser.parse_args()
     wanted = arguments.only
-    for folder, words in commands(arguments.data, arguments.output, arguments.epochs, more):
+    for folder, words in commands(
+        arguments.data, arguments.output, arguments.epochs, arguments.training, arguments.certifying
+    ):
         network = folder.name if words[0] == "train" else Path(words[words.index("--weights") + 1]).parent.name
         if wanted and network not in wanted:
             continue

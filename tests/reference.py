@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def margin_of(values: Sequence[float], label: int) -> float:
 
 
 def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks: MaskSet) -> list[list[list[float]]]:
-    return [[logits_under(classifier, image, (a, b)) for b in masks.rects] for a in masks.rects]
+    return [[logits_under(classifier, image, (*a, *b)) for b in masks.parts] for a in masks.parts]
 
 
 def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
@@ -128,12 +129,10 @@ def schemes(masks: MaskSet, label: int) -> Iterator[Callable[[Tensor], int]]:
 
 
 def patched_everywhere(threat: PatchThreat) -> Tensor:
-    """A clean image with a patch at every position, one at a time."""
-    patches = all_patches(threat.image_size, threat.patch_sizes[0])
-    images = torch.full((len(patches), 1, *threat.image_size), CLEAN)
-    for image, rect in zip(images, patches, strict=True):
-        image[0, rect.top : rect.bottom, rect.left : rect.right] = PATCHED
-    return images
+    """A clean image with a patch at every position, or two at every two, one image for each."""
+    every = combinations_with_replacement(all_patches(threat.image_size, threat.patch_sizes[0]), threat.patches)
+    clean = torch.full((1, *threat.image_size), CLEAN)
+    return torch.stack([hide(clean, rects, [PATCHED]) for rects in every])
 
 
 class ExactClassifier:

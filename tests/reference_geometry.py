@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from math import ceil, floor
 
 Box = tuple[int, int, int, int]
@@ -42,6 +42,16 @@ def hides(mask: Box, patch: Box) -> bool:
 def uncovered(image_size: Size, masks: Sequence[Box], patch_sizes: Sequence[Size]) -> list[Box]:
     patches = [patch for size in patch_sizes for patch in positions(image_size, size)]
     return [patch for patch in patches if not any(hides(mask, patch) for mask in masks)]
+
+
+def uncovered_pairs(
+    image_size: Size, masks: Sequence[Sequence[Box]], patch_sizes: Sequence[Size]
+) -> list[tuple[Box, Box]]:
+    """Pairs of positions, in no order, that lie together in no mask; a mask is a union of boxes. Pixel by pixel."""
+    patches = [patch for size in patch_sizes for patch in positions(image_size, size)]
+    hidden = [frozenset().union(*map(pixels, mask)) for mask in masks]
+    hiding = {patch: {i for i, mask in enumerate(hidden) if pixels(patch) <= mask} for patch in patches}
+    return [(a, b) for a, b in combinations_with_replacement(patches, 2) if not hiding[a] & hiding[b]]
 
 
 def axis_masks(n: int, p: int, k: int) -> list[Interval]:

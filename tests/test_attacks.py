@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from patchproof.attacks import (
     image_generator,
     undefended_attacks,
 )
+from patchproof.attacks.base import check_patched
 from patchproof.attacks.gradient import NoiseAttack
 from patchproof.data import open_dataset
 from patchproof.masking import Evaluator
@@ -296,6 +298,28 @@ def test_what_is_found_depends_on_no_batch_order_or_chunk_and_no_pass_is_larger_
             assert torch.equal(getattr(some, name), getattr(together, name)[order]), name
 
 
+def test_many_restarts_take_no_more_memory_and_each_is_another_start(generator, monkeypatch):
+    threat = pp.PatchThreat((9, 8), ((3, 3),))
+    curved, images = reference.Curved((9, 8), 4, generator), torch.rand(2, 2, 9, 8, generator=generator)
+    sure = torch.tensor([1000.0, 0, 0, 0])
+    evaluator, started = Evaluator(lambda images: curved(images) + sure, measured()), []
+    climb = GradientAttack._climb
+
+    def watched(self, clean, candidates, best):
+        started.append(candidates)
+        return climb(self, clean, candidates, best)
+
+    monkeypatch.setattr(GradientAttack, "_climb", watched)
+    attacks = undefended_attacks(evaluator, threat, AttackPlan(steps=1, restarts=11, places=1, step_size=1e-9))[:1]
+    labels = evaluator.labels(images)
+    attack_in_turn(attacks, images, labels, seed=1, indices=[0, 1])
+    assert [len(candidates.owner) for candidates in started] == [8, 8, 6], "four starts of each image at a time"
+    attempts = [a for candidates in started for a in candidates.attempt[candidates.owner == 0].tolist()]
+    pixels = {c.images[j].numpy().tobytes() for c in started for j in range(len(c.owner)) if c.owner[j] == 0}
+    assert attempts == list(range(11))
+    assert len(pixels) == 11
+
+
 def test_every_seed_image_and_turn_has_a_stream_of_its_own():
     streams = {
         key: torch.rand(4, generator=image_generator(key[0], key[1], turn=key[2])).tolist()
@@ -389,6 +413,43 @@ def test_whichever_mask_is_removed_the_attack_goes_where_it_was(number):
     found = attack_in_turn(defended_attacks(broken, TEETH), DARK, RIGHT, seed=0, indices=range(3))
     assert found.broken.all()
     assert set(found.places) <= set(fewer.uncovered(DARK_THREAT))
+
+
+class StartledTwice(Startled):
+    """Answers 0 unless bright pixels are visible in the left and in the right third: no one patch is in both."""
+
+    def __call__(self, images):
+        left, right = (super(StartledTwice, self).__call__(part)[:, 1] for part in (images[..., :4], images[..., 8:]))
+        return torch.stack([torch.full_like(left, 0.5), left * right], dim=1)
+
+
+@pytest.mark.parametrize("kind", [pp.PatchCleanser, pp.Alarm])
+def test_two_patches_break_what_one_cannot_and_no_certificate_until_a_union_is_dropped(kind, monkeypatch):
+    image, right = DARK[:1], RIGHT[:1]
+
+    def attacked(attacks):
+        return attack_in_turn(attacks, image, right, seed=0, indices=[0])
+
+    for patches, search in ((1, "gradient"), (2, "gradient"), (2, "grid")):
+        threat = pp.PatchThreat.square(image_size=(12, 12), pixels=3, patches=patches)
+        plan = AttackPlan(steps=8, restarts=1, places=3, place_search=search, step_size=0.3)
+        alone = attacked(undefended_attacks(seen_by(StartledTwice()), threat, plan))
+        assert alone.broken.tolist() == [patches == 2]
+        assert isinstance(alone.places[0], pp.Rect if patches == 1 else tuple)
+    defense = kind(Startled(), pp.covering_masks(threat, per_axis=2), threat, engine=measured(batch_size=512))
+    fewer = pp.MaskSet((12, 12), tuple(mask for mask in defense.masks.rects if len(mask) == 1))
+    missed = set(fewer.uncovered(threat))
+    monkeypatch.setattr(pp.MaskSet, "uncovered", lambda *_: ())
+    for each, falls in ((defense, False), (replace(defense, masks=fewer), True)):
+        assert each.certify(image, right).certified.all()
+        found = attacked(defended_attacks(each, replace(plan, place_search="gradient")))
+        assert found.broken.tolist() == [falls]
+    assert found.places[0] in missed or found.places[0][::-1] in missed
+    (noise,) = defended_attacks(SimpleNamespace(predict=defense.predict, threat=threat), plan)
+    assert [len(place) for place in noise(image, right, generators=[torch.Generator()]).places] == [2]
+    three = Patched(image, ((pp.Rect(0, 0, 3, 3),) * 3,), right, right)
+    with pytest.raises(CheckError, match="3 patches, the threat is two patches of 3×3 pixels"):
+        check_patched(image, three, threat, name="Greedy")
 
 
 def test_a_fake_unanimous_disagreer_is_found_where_no_majority_can_be():

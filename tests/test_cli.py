@@ -18,8 +18,10 @@ from rich.text import Text
 
 import patchproof as pp
 from patchproof import runs
-from patchproof.cli import run
+from patchproof.cli import _setup, run
+from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar
+from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
 from patchproof.types import Preprocessing
@@ -251,7 +253,7 @@ WRONG = [
     ("certify --weights random --masks 0", "--masks must be at least 1, not 0"),
     ("certify --weights random --patch 29px", "a 29×29 patch does not fit a 28×28 image"),
     ("certify --weights random --patch big", "a patch looks like 3%"),
-    ("certify --weights random --limit 0", "--limit.* must be at least 1, not 0"),
+    ("certify --weights random --limit 0", "--limit.* must be a whole number of at least 1, not 0"),
     ("certify --modle x", "Unknown option: --modle. Did you mean --model"),
     ("certfy", 'Unknown command "certfy". Did you mean "certify"'),
     ("certify --masks three", "Invalid value for --masks"),
@@ -289,6 +291,9 @@ WRONG = [
     ("attack --weights random --target undefended --only-certified", "--only-certified is about the defence"),
     ("train --weights random --learning-rate 0", "--learning-rate must be positive"),
     ("train --weights random --learning-rate inf", "--learning-rate must be finite"),
+    ("train --weights random --learning-rate nan", "--learning-rate must be finite, not nan"),
+    ("train --weights random --validation-images 0", "--validation-images must be at least 1, not 0"),
+    ("certify --image-size 100000", r"an image size looks like 224 or .* 1 to 9999 pixels, not `100000`"),
     ("train --weights random --seed 1180591620717411303424", "--seed must be in"),
     ("train --weights random --checkpoint-minutes nan", "--checkpoint-minutes must be a number"),
     ("train --weights random --device cpu --precision fp16", "precision fp16 needs a GPU; use bf16 or fp32"),
@@ -469,6 +474,35 @@ def test_images_that_the_network_was_trained_on_are_said_beside_the_number(capsy
     assert "not held out: the network was trained on these very images" in " ".join(capsys.readouterr().out.split())
 
 
+# --- two patches -----------------------------------------------------------------------------------------------------
+
+
+def test_two_patches_are_certified_predicted_and_resumed_as_such(photos, checkpoint, capsys):
+    common = ("--dataset", photos, "--weights", checkpoint, "--patch", "5px", "--limit", 3)
+    assert certify(*common, "--output", "r", "--patches", 2) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "two patches of 5×5 pixels anywhere on 28×28, 45 unions of 3×3 masks" in shown
+    found, manifest = records("r"), content("r", "manifest")
+    assert (manifest["identity"]["defense"]["patches"], len(manifest["masks"]["rects"])) == (2, 45)
+    assert all(r["forwards"] == 255 for r in found if r["certified"])
+    assert {mask for r in found for mask in r["witness"]["masks"]} <= set(range(45))
+    run_folder = runs.read_run(Path("r"))
+    assert (run_folder.masks, run_folder.axes, run_folder.patches) == (
+        pp.covering_masks(pp.PatchThreat.square(image_size=(28, 28), pixels=5, patches=2), per_axis=3),
+        (3, 3),
+        2,
+    )
+    assert certify(*common, "--output", "r", "--resume", "--patches", 1) == 1
+    assert_one_line(capsys.readouterr().err, "--patches differs: patches was 2, now 1")
+    assert certify(*common, "--output", "other", "--patches", 3) == 2
+    assert_one_line(capsys.readouterr().err, "--patches must be 1 or 2, not 3")
+    own = ("--weights", checkpoint, "--patch", "5px", "--patches", 2, "--masks", 3)
+    for how in (own, ("--weights", checkpoint, "--like", "r")):
+        assert predict(photos / "cat", *how) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert re.search(r"whatever two patches of at most .*5×5 p.* are put anywhere on this very image", shown)
+
+
 # --- cost before commitment ----------------------------------------------------------------------------------------
 
 
@@ -540,6 +574,17 @@ def test_what_needs_no_network_imports_no_torch(words):
     assert done.stderr.endswith("torch: False, numpy: False"), done.stderr
 
 
+def test_a_run_without_a_name_is_named_after_its_settings():
+    source = open_dataset("fashion-mini")
+    attack = with_defense(AttackSettings, "patchcleanser")
+    for command, settings, words in (
+        ("attack", attack(), "attack-fashion-mini-small-embedded-3%-3x3-40steps-2restarts-4places"),
+        ("attack", attack(steps=5, seed=2, target="defended", limit=7), "4places-target-defended-seed-2-7images"),
+        ("train", TrainSettings(weights="random", limit=300), "train-fashion-mini-small-greedy-seed0-300images"),
+    ):
+        assert str(_setup.run_folder(command, settings, source)).endswith(words)
+
+
 def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, checkpoint, capsys, monkeypatch):
     common = ("--dataset", photos, "--weights", checkpoint, "--output", "r")
     assert certify(*common) == 0
@@ -558,3 +603,12 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     assert len(line) <= 80
     assert "\n" not in line
     assert re.search(r"certify .*1234/3925 0:00:00 left (-:--:--|\d:\d\d:\d\d) certified 61", line), line
+
+
+def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):
+    lines = ["from torch import nn", "class Net(nn.Module):", "    def forward(self, images):"]
+    lines += ["        if len(images) > 1: {}['mine']", "        return images.flatten(1)[:, :10]"]
+    lines += ["def net(): return Net()"]
+    Path("own.py").write_text("\n".join(lines))
+    assert certify("--model", "own.py:net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
+    assert_one_line(capsys.readouterr().err, r"KeyError: 'mine' \(.*own.py:4, in forward\)")

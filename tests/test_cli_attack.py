@@ -20,7 +20,8 @@ from patchproof.cli import _setup, run
 from patchproof.data import preprocess
 from patchproof.masking import Measured, as_images
 from patchproof.models import load_classifier, save_checkpoint
-from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder
+from patchproof.report._gallery import attacked_gallery
+from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder, read_run
 from patchproof.runs._session import Done, Piece
 from patchproof.types import Preprocessing
 from small_model import plain_network, plain_weights
@@ -102,6 +103,34 @@ def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_pat
                 int(kept["defended_label"]),
             )
     assert min(seen.values()) > 0
+
+
+def test_both_of_two_patches_are_kept_recorded_and_shown(tmp_path):
+    classifier, data = plain_network(), pp.open_dataset("fashion-mini")
+    classifier.load_state_dict(plain_weights())
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=7, patches=2)
+    defense = pp.defense("patchcleanser", classifier, threat, per_axis=3)
+    plan = pp.AttackPlan(steps=2, restarts=1, places=1, step_size=1.0)
+    found = pp.attack(defense, data, plan, folder=tmp_path / "a", limit=5)
+    run = read_run(tmp_path / "a")
+    assert (run.records, run.patches) == (found.records, 2)
+    targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
+    seen = dict.fromkeys(targets, 0)
+    for record in run.records:
+        path = tmp_path / "a" / "patches" / f"{record.index}.safetensors"
+        kept = load_file(path) if path.exists() else {}
+        for name in targets.keys() & kept.keys():
+            image = as_images(preprocess(data.load(record.index), Preprocessing(resize=(28, 28)))[None], "cpu")
+            places = [tuple(kept[f"{one}_place"].tolist()) for one in (name, f"{name}_2")]
+            for one, (top, left, height, width) in zip((name, f"{name}_2"), places, strict=True):
+                image[0, :, top : top + height, left : left + width] = kept[one]
+            assert targets[name](image).tolist() == [int(kept[f"{name}_label"])] != [record.label]
+            assert name == "undefended" or record.attack.place == tuple(places)
+            seen[name] += 1
+    assert min(seen.values()) > 0
+    gallery = attacked_gallery(run, data, 8)
+    shown = [(card.patched, len(card.rects), card.how) for _, cards in gallery.groups for card in cards]
+    assert shown == [(True, 2, "with the patches")] * sum(seen.values())
 
 
 def test_pixels_to_keep_reach_the_process_that_writes_unchanged():

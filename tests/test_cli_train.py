@@ -44,6 +44,14 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_one_class_is_refused(tmp_path, capsys):
+    for split in ("train", "val"):
+        (tmp_path / "one" / split / "cat").mkdir(parents=True)
+        Image.new("RGB", (28, 28)).save(tmp_path / "one" / split / "cat" / "0.png")
+    assert train(tmp_path / "one") == 2
+    assert_one_line(capsys.readouterr().err, "the training images have one class, 'cat'; two are needed")
+
+
 SETTINGS = {"--weights": "random", "--strategy": "none", "--epochs": "2", "--batch-size": "8", "--device": "cpu"}
 SETTINGS |= {"--learning-rate": "0.05", "--validation-images": "6"}
 

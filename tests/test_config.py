@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import tomllib
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_sizes():
         parse_size("0")
 
 
+def test_every_extra_is_one_that_the_code_imports():
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    code = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    for extra, packages in project["optional-dependencies"].items():
+        names = [re.split("[>=<[]", package)[0] for package in packages]
+        if extra not in ("docs", "dev"):
+            assert any(re.search(rf"\b{name.replace('-', '[-_]')}\b", code) for name in names), extra
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +177,9 @@ def test_a_file_may_use_dashes_and_leave_things_out(tmp_path):
         ("zzzzzz: 6", "unknown setting `zzzzzz`; known are"),
         ("masks: 2.5", "`masks` must be a whole number, not 2.5"),
         ("masks: true", "`masks` must be a whole number, not True"),
+        ("masks: 3\nmasks: 4", "`masks` is set more than once"),
+        ("image-size: 28\nimage_size: 30", "`image_size` is set more than once"),
+        ('output: "a\\0b"', "`output` holds a NUL character"),
     ],
 )
 def test_a_wrong_file_is_one_clear_error(tmp_path, text, message):

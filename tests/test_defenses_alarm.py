@@ -14,12 +14,16 @@ import reference
 from patchproof.defenses import assess
 from patchproof.types import InputError
 from reference import measured
-from test_defenses_patchcleanser import CASES, random_case
+from test_defenses_patchcleanser import CASES, TWO_PATCHES, random_case
 
 
-@pytest.mark.parametrize(("image_size", "patch", "per_axis"), CASES[:2])
-def test_a_certified_image_never_gets_a_wrong_label_unless_a_mask_is_dropped(image_size, patch, per_axis, monkeypatch):
-    threat = pp.PatchThreat(image_size, (patch,))
+@pytest.mark.parametrize(
+    ("image_size", "patch", "per_axis", "patches"), [(*CASES[0], 1), (*CASES[1], 1), (*TWO_PATCHES, 2)]
+)
+def test_a_certified_image_never_gets_a_wrong_label_unless_a_mask_is_dropped(
+    image_size, patch, per_axis, patches, monkeypatch
+):
+    threat = pp.PatchThreat(image_size, (patch,), patches)
     masks, label = pp.covering_masks(threat, per_axis=per_axis), 1
     clean, patched = torch.full((1, 1, *image_size), reference.CLEAN), reference.patched_everywhere(threat)
     answers = []
@@ -29,7 +33,7 @@ def test_a_certified_image_never_gets_a_wrong_label_unless_a_mask_is_dropped(ima
         answers.append(defense.predict(patched))
     assert set(torch.cat(answers).tolist()) == {label, -1}
 
-    holed = pp.MaskSet(image_size, masks.rects[1:])
+    holed = pp.MaskSet(image_size, masks.rects[1:] if patches == 1 else masks.rects[:-1])
     with pytest.raises(InputError, match="masks do not cover the threat"):
         pp.Alarm(reference.Adversary(label, lambda _: 0), holed, threat)
     monkeypatch.setattr(pp.MaskSet, "uncovered", lambda *_: ())
@@ -44,7 +48,7 @@ def test_predict_and_certify_equal_the_reference_exactly_with_early_exit_or_with
     defense = pp.Alarm(classifier, masks, threat, engine=measured(batch_size=chunk, tau_fp32=tau))
     early, all_masks, alone = defense.certify(images, labels), defense.assess(images, labels), defense.assess(images)
     for row, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
-        logits = [reference.logits_under(classifier, image, [mask]) for mask in masks.rects]
+        logits = [reference.logits_under(classifier, image, part) for part in masks.parts]
         answer = reference.predict_or_alarm([reference.argmax(cell) for cell in logits])
         certified, margin = reference.certify([logits], label, tau=tau)
         assert defense.predict(images[row : row + 1]) == all_masks.predictions[row] == alone.predictions[row] == answer

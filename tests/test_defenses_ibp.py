@@ -127,8 +127,7 @@ def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():
         pp.defense("ibp", load_classifier("small", "random"), THREAT)
     with pytest.raises(InputError, match="ibp needs a network of known layers, not function"):
         pp.defense("ibp", lambda images: images, THREAT)
-    two = pp.PatchThreat(SIZE, ((2, 2),))
-    object.__setattr__(two, "patches", 2)
+    two = pp.PatchThreat(SIZE, ((2, 2),), patches=2)
     with pytest.raises(InputError, match="ibp certifies against one patch, not 2"):
         IntervalBounds(network(), two)
     classifier = network().train()

@@ -15,18 +15,24 @@ from patchproof.types import InputError
 from reference import measured
 
 CASES = [((6, 6), (2, 2), 2), ((5, 7), (2, 3), 3), ((6, 6), (1, 3), 3), ((4, 8), (3, 2), 2)]
+TWO_PATCHES = ((4, 5), (2, 2), 2)
 THREAT = pp.PatchThreat.square(image_size=(6, 6), pixels=2)
 MASKS = pp.covering_masks(THREAT, per_axis=2)
 
 
 @pytest.mark.parametrize(
-    ("image_size", "patch", "per_axis"),
-    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])],
+    ("image_size", "patch", "per_axis", "patches"),
+    [
+        *((*case, 1) for case in CASES[:2]),
+        (*TWO_PATCHES, 2),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in CASES[2:]),
+        pytest.param((1, 9), (1, 2), (1, 3), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_no_patch_anywhere_changes_the_answer_on_a_certified_image_unless_a_mask_is_dropped(
-    image_size, patch, per_axis, monkeypatch
+    image_size, patch, per_axis, patches, monkeypatch
 ):
-    threat = pp.PatchThreat(image_size, (patch,))
+    threat = pp.PatchThreat(image_size, (patch,), patches)
     masks, label = pp.covering_masks(threat, per_axis=per_axis), 1
     clean, patched = torch.full((1, 1, *image_size), reference.CLEAN), reference.patched_everywhere(threat)
     for scheme in reference.schemes(masks, label):
@@ -34,8 +40,9 @@ def test_no_patch_anywhere_changes_the_answer_on_a_certified_image_unless_a_mask
         assert defense.certify(clean, torch.tensor([label])).certified.all()
         assert (defense.predict(patched) == label).all()
 
-    holed = pp.MaskSet(image_size, masks.rects[1:])
-    with pytest.raises(InputError, match=r"masks do not cover the threat: .* hidden by no mask, e\.g\. Rect"):
+    holed = pp.MaskSet(image_size, masks.rects[1:] if patches == 1 else masks.rects[:-1])
+    missed = r"masks do not cover the threat: \d+ (pairs of )?patch positions are hidden by no mask, e\.g\. \(?Rect"
+    with pytest.raises(InputError, match=missed):
         pp.PatchCleanser(reference.Adversary(label, lambda _: 0), holed, threat)
     monkeypatch.setattr(pp.MaskSet, "uncovered", lambda *_: ())
     answers = [
@@ -75,8 +82,8 @@ def random_case(seed: int):
     generator = torch.Generator().manual_seed(seed)
     size = tuple(torch.randint(5, 9, (2,), generator=generator).tolist())
     patch = tuple(torch.randint(1, 4, (2,), generator=generator).tolist())
-    threat = pp.PatchThreat(size, (patch,))
-    masks = pp.covering_masks(threat, per_axis=int(torch.randint(1, 4, (), generator=generator)))
+    threat = pp.PatchThreat(size, (patch,), 1 + (seed % 3 == 0))
+    masks = pp.covering_masks(threat, per_axis=int(torch.randint(1, 5 - threat.patches, (), generator=generator)))
     kind = (reference.ExactClassifier, reference.ExactMasking)[seed % 2]
     classifier = kind(size, 3, generator)
     images = torch.randint(0, 5, (4, 2, *size), generator=generator) / 4
@@ -142,7 +149,8 @@ def test_every_pass_is_counted_and_no_union_of_masks_is_evaluated_twice(seed):
             return classifier(batch)
 
     defense = pp.PatchCleanser(Recorder(), masks, threat, engine=measured())
-    for image, label in zip(images + torch.rand(images.shape, generator=torch.Generator()), labels, strict=True):
+    noise = torch.rand(images.shape, generator=torch.Generator())
+    for image, label in zip((images + noise) / 2, labels, strict=True):
         seen.clear()
         found = defense.assess(image[None], label[None]).certificates
         assert len(seen) == len(set(seen)) == int(found.forwards)
@@ -171,14 +179,17 @@ def test_an_image_is_given_up_at_its_first_wrong_label_whatever_the_rest_of_the_
 
 def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_or_a_tie_certifies_nothing():
     def brightness(x):
+        x = torch.where(x == 1, torch.nan, x)
         return torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3))], 1)
 
     images = torch.full((1, 1, 6, 6), 0.25)
-    images[0, 0, 0, 0] = torch.nan
+    images[0, 0, 0, 0] = 1
     for classifier in (brightness, lambda x: torch.zeros(len(x), 2)):
         defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=measured())
         assert not defense.certify(images, torch.tensor([0])).certified.any()
     assert pp.two_mask_labels(brightness, images, MASKS)[0, 0, 0] == 0
+    hidden = pp.occlude(images.where(images < 1, torch.nan), MASKS.keep()[:1], torch.zeros(1, 1, 1))
+    assert hidden.isfinite().all(), "whatever is under a mask"
 
 
 def test_a_union_named_twice_in_one_call_is_evaluated_once():
@@ -260,7 +271,7 @@ def test_wrong_images_and_labels_are_refused_and_none_have_no_answers():
     none, labels = torch.zeros(0, 1, 6, 6), torch.zeros(0, dtype=torch.int64)
     assert defense.predict(none).tolist() == defense.certify(none, labels).certified.tolist() == []
     assert defense.assess(none).predictions.tolist() == []
-    with pytest.raises(InputError, match=r"the images are \(8, 8\), the threat is for \(6, 6\)"):
+    with pytest.raises(InputError, match=r"height and width \(6, 6\), not \(1, 1, 8, 8\)"):
         defense.predict(torch.zeros(1, 1, 8, 8))
     with pytest.raises(InputError, match="labels run from -1 to 3, but the classifier has the outputs 0 to 2"):
         defense.certify(torch.rand(2, 1, 6, 6), torch.tensor([-1, 3]))

@@ -33,6 +33,7 @@ from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, 
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
 from patchproof.models import save_checkpoint, sealed
+from patchproof.runs import Record
 from small_model import fitted_checkpoint, fitted_classifier
 from test_defenses_patchcleanser import random_case
 
@@ -173,7 +174,7 @@ def test_every_image_of_the_run_has_the_findings_of_its_record(explorer, certifi
         if written["certified"]:
             assert shown.finding.margin == pytest.approx(written["margin"], abs=1e-4)
         masks = shown.finding.copies.masks(shown.cell)
-        rects = explorer.masks.rects
+        rects = explorer.masks.blocks
         fill = [round(255 * value) for value in explorer.defense.classifier.fill]
         expected = reference.hide(shown.pixels, [rects[mask] for mask in masks], fill)
         assert torch.equal(explorer.masked(shown.pixels, masks), expected)
@@ -198,7 +199,7 @@ def test_an_optimised_patch_is_one_of_the_threat_and_beats_noise(explorer, kind,
             reached = [rounds.undefended] if kind == UNDEFENDED else rounds.first
             won[patch] += sum(answer != label for answer in reached)
     assert won[kind] > won[NOISE]
-    assert torch.equal(made.patch, explorer.with_patch(shown, kind, seed=3, steps=15).patch)
+    assert torch.equal(made.one.patch, explorer.with_patch(shown, kind, seed=3, steps=15).one.patch)
     assert all(parameter.grad is None for parameter in explorer.defense.classifier.parameters())
 
 
@@ -215,14 +216,50 @@ def test_the_patch_stays_where_it_is_put_and_inside_the_image(explorer, tmp_path
     file = tmp_path / "own.png"
     file.write_bytes(png())
     shown = explorer.pick(explorer.records[0]).moved(100, -3)
-    assert (shown.top, shown.left) == (23, 0)
+    assert (shown.one.top, shown.one.left) == (23, 0)
     pasted = explorer.with_patch(shown, PICTURE, file=file)
-    assert torch.equal(pasted.patch, paste(Image.open(file), (5, 5)))
+    assert torch.equal(pasted.one.patch, paste(Image.open(file), (5, 5)))
     red = paste(Image.new("RGB", (40, 20), (200, 10, 30)), (3, 4))
     assert red.tolist() == [[[value] * 4] * 3 for value in (200, 10, 30)]
-    assert explorer.pick(explorer.records[1], pasted).rect == pasted.rect == shown.rect
+    assert explorer.pick(explorer.records[1], pasted).one.rect == pasted.one.rect == shown.one.rect
     with pytest.raises(ValueError, match="drop in a picture"):
         explorer.with_patch(shown, PICTURE)
+
+
+def test_two_patches_are_placed_one_at_a_time_and_optimised_together(monkeypatch):
+    monkeypatch.setattr(explorer_module, "ATTACK_SECONDS", 1e9)
+    classifier = fitted_classifier()
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=5, patches=2)
+    source = open_dataset("fashion-mini")
+    records = (Record(0, source.path(0), int(source.labels[0])),)
+    explorer = Explorer(
+        pp.defense("patchcleanser", classifier, threat, per_axis=2),
+        pp.Preprocessing((28, 28)),
+        "test",
+        {},
+        source,
+        records,
+    )
+    assert "two patches of 5×5 pixels anywhere on 28×28, 10 masks" in explorer.title
+    shown = explorer.pick(records[0]).moved(20, 20)
+    shown = replace(shown, chosen=1).moved(3, 4)
+    assert [(one.top, one.left) for one in shown.patches] == [(20, 20), (3, 4)]
+    assert re.search(r"(No two|Two) 5×5 patches", verdict(shown.finding, explorer.name, explorer.defense))
+    page = draw.patched_view(shown, explorer.size)
+    assert page.count("pp-frame") == 2
+    assert "a patch at row 20, column 20 and a patch at row 3, column 4" in page
+    made = explorer.with_patch(shown, UNDEFENDED, steps=3)
+    within = torch.zeros(28, 28, dtype=torch.bool)
+    within[20:25, 20:25] = within[3:8, 4:9] = True
+    assert torch.equal((made.patched != shown.pixels).any(dim=0) & ~within, torch.zeros_like(within))
+    assert all(not torch.equal(a.patch, b.patch) for a, b in zip(made.patches, shown.patches, strict=True))
+    last = len(explorer.masks) - 1
+    assert draw.vote(explorer, (last,), "", "agrees").count("<i ") == 2, "both rectangles of the mask are drawn"
+    monkeypatch.setattr(draw, "LARGEST_TABLE", 9)
+    assert "too large for a page" in draw.heat_map(explorer, shown, shown.finding.copies)
+    pytest.importorskip("gradio")
+    changes = ExplorerPage(explorer).patch_chosen(None, shown, 0)
+    assert 20 in changes.values()
 
 
 class Bare:
@@ -262,7 +299,7 @@ def test_any_defence_can_be_explored(defense, tmp_path):
         shown.finding, explorer.name, defense
     )
     wide = explorer.with_patch(shown, NOISE, size=1)
-    assert (wide.rect.height, wide.rect.width) == (3, 7)
+    assert (wide.one.rect.height, wide.one.rect.width) == (3, 7)
     if isinstance(defense, Seeing):
         made = explorer.with_patch(shown, DEFENDED, size=1, steps=5)
         assert float(made.patched.float().mean()) < float(wide.patched.float().mean())

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from faults import Fault, Server, resize_disk, small_disk
+from patchproof.models import load_classifier, save_checkpoint
 from patchproof.runs import RunFolder, read_run
 from patchproof.types import CheckError
 from test_cli_train import losses, two_classes, weights
@@ -241,6 +242,22 @@ def test_a_write_that_stops_in_the_middle_of_a_line_is_made_good(commands, job, 
         refused(code, complaint, "File too large|cannot write")
         finish(commands, job, tmp_path / str(limit))
         survived("write cut short")
+
+
+def test_what_may_not_be_read_is_said_to_be_forbidden_not_damaged(commands, tmp_path):
+    checkpoint, images = tmp_path / "start", tmp_path / "images"
+    save_checkpoint(load_classifier("small", "random", num_classes=2), checkpoint)
+    (tmp_path / "w.pth").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (images / "cat").mkdir(parents=True)
+    for words, path in (
+        (("--model", "small", "--weights", tmp_path / "w.pth"), tmp_path / "w.pth"),
+        (("--weights", checkpoint), checkpoint / "classifier.json"),
+        (("--dataset", images), images / "cat"),
+    ):
+        path.chmod(0)
+        code, complaint = commands.run(["certify", *map(str, words)], Fault(powerless=True))
+        refused(code, complaint, f"cannot (read|list).*{path}.*: Permission denied$")
+        path.chmod(0o755)
 
 
 @both

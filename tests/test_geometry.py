@@ -289,6 +289,60 @@ def test_a_covering_set_without_one_of_its_masks_misses_what_brute_force_says(im
         assert sorted(boxes(fewer.uncovered(threat))) == sorted(missed)
 
 
+# two patches
+
+
+def parts(masks: MaskSet) -> list[list[reference.Box]]:
+    return [boxes(part) for part in masks.parts]
+
+
+def unordered(pairs) -> list[tuple[reference.Box, ...]]:
+    return sorted(tuple(sorted(pair)) for pair in pairs)
+
+
+@pytest.mark.parametrize("image_size", [(6, 6), (4, 7), (1, 9)])
+def test_every_pair_of_positions_is_covered_until_a_union_is_dropped(image_size):
+    for size, k in product(product(*(range(1, n + 1) for n in image_size)), (1, 2, 3)):
+        threat = PatchThreat(image_size, (size,), patches=2)
+        masks = covering_masks(threat, per_axis=k)
+        assert reference.uncovered_pairs(image_size, parts(masks), [size]) == list(masks.uncovered(threat)) == []
+        fewer = MaskSet(image_size, masks.rects[:-1] or masks.rects)
+        missed = reference.uncovered_pairs(image_size, parts(fewer), [size])
+        assert unordered(map(boxes, fewer.uncovered(threat))) == unordered(missed)
+    threat = PatchThreat.square(image_size=(6, 6), pixels=1, patches=2)
+    fewer = MaskSet((6, 6), covering_masks(threat, per_axis=3).rects[:-1])
+    assert fewer.uncovered(threat)
+    assert not fewer.uncovered(threat_of(6, 1)), "every single position is still covered"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_uncovered_pairs_of_any_unions_are_those_brute_force_finds(data):
+    rects = data.draw(mask_sets(side=6, masks=6))
+    chosen = st.lists(st.sampled_from(rects.rects), min_size=1, max_size=3).map(tuple)
+    masks = MaskSet(rects.image_size, tuple(data.draw(st.lists(chosen, min_size=1, max_size=6))))
+    threat = PatchThreat(masks.image_size, data.draw(patch_sizes_of(masks.image_size)), patches=2)
+    found, missed = (
+        masks.uncovered(threat),
+        reference.uncovered_pairs(masks.image_size, parts(masks), threat.patch_sizes),
+    )
+    assert len(found) == len(missed)
+    assert unordered(map(boxes, found)) == unordered(missed)
+    check_unions(masks)
+
+
+@pytest.mark.parametrize(
+    ("patch", "per_axis", "count"), [(39, 2, 15), (39, 3, 255), (39, 4, 2516), (14, 6, 66_711), (39, 6, 63_679)]
+)
+def test_unions_of_four_are_counted_once(patch, per_axis, count):
+    """C(n, 1) + … + C(n, 4), except where masks overlap so far that two hide the one between them."""
+    threat = PatchThreat.square(image_size=(224, 224), pixels=patch, patches=2)
+    masks = covering_masks(threat, per_axis=per_axis)
+    n = per_axis**2
+    assert (len(masks), len(masks.unions), len(masks.uncovered(threat))) == (n * (n + 1) // 2, count, 0)
+    assert masks.axes == covering_masks(threat_of(224, patch), per_axis=per_axis).axes
+
+
 def test_uncovered_is_a_sequence():
     found = MaskSet((5, 4), (Rect(0, 0, 5, 3),)).uncovered(PatchThreat((5, 4), ((4, 2),)))
     assert list(found) == [found[0], found[1]] == found[:] == [Rect(0, 2, 4, 2), Rect(1, 2, 4, 2)]
@@ -422,7 +476,7 @@ def test_exact_children_are_the_four_at_2i_and_2i_plus_1(image, patch):
 
 
 def union_of(masks: MaskSet, a: int, b: int) -> reference.Pixels:
-    return reference.pixels(box(masks.rects[a])) | reference.pixels(box(masks.rects[b]))
+    return frozenset().union(*(reference.pixels(box(rect)) for rect in (*masks.parts[a], *masks.parts[b])))
 
 
 def check_unions(masks: MaskSet) -> None:

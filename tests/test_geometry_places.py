@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
 import patchproof as pp
 import reference
-from patchproof.geometry import all_places, as_rects, best_places, grid_places, hidden_by, inside, mass_inside
+from patchproof.geometry import (
+    all_places,
+    as_places,
+    as_rects,
+    best_pairs,
+    best_places,
+    every_pair,
+    grid_places,
+    hidden_by,
+    inside,
+    mass_inside,
+)
+from patchproof.types import InputError
 
 THREAT = pp.PatchThreat((8, 10), ((3, 2), (2, 4)))
 
@@ -56,3 +70,41 @@ def test_the_best_places_keep_their_distance_while_there_is_room(generator, coun
     found = best_places(score, places, count)
     for row in range(4):
         assert found[row].tolist() == reference_best(score[row].tolist(), list(as_rects(places)), count)
+
+
+def test_places_of_two_patches_equal_loops_over_pairs(generator):
+    threat = pp.PatchThreat((8, 10), ((3, 2), (2, 4)), patches=2)
+    singles, masks = all_places(threat)[::7], pp.covering_masks(threat, per_axis=2)
+    pairs, maps = every_pair(singles), torch.rand(3, 8, 10, generator=generator, dtype=torch.float64)
+    rects = as_rects(pairs)
+    assert list(rects) == list(combinations(as_rects(singles), 2))
+    assert torch.equal(as_places(*rects), pairs)
+    mass, hides, pixels = mass_inside(maps, pairs), hidden_by(pairs, masks.keep()), inside(pairs, threat.image_size)
+    for p, pair in enumerate(rects):
+        assert torch.allclose(
+            mass[:, p], sum(maps[:, r.top : r.bottom, r.left : r.right].sum(dim=(1, 2)) for r in pair)
+        )
+        within = reference.hide(torch.zeros(1, 8, 10), pair, [1.0]) > 0
+        assert torch.equal(pixels[p], within)
+        assert hides[p].tolist() == [not (within & keep).any() for keep in masks.keep()]
+    with pytest.raises(InputError, match="too many to try them all; take place_search"):
+        every_pair(torch.zeros(3000, 4, dtype=torch.int64))
+    assert len(every_pair(singles[:1])) == 1, "a patch that fits in one place only"
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_the_best_pairs_do_not_overlap_while_there_are_such_and_have_the_highest_sums(generator, count):
+    threat = pp.PatchThreat((9, 9), ((3, 3),), patches=2)
+    assert len(grid_places(threat, count)) == count
+    places, score = all_places(threat), torch.rand(4, 49, generator=generator)
+    found, rects = best_pairs(score, places, count), as_rects(places)
+    for row, pairs in enumerate(found.tolist()):
+        best = best_places(score, places, 2 * count)[row].tolist()
+
+        def rank(pair, row=row):
+            a, b = (rects[place] for place in pair)
+            overlap = abs(a.top - b.top) < 3 and abs(a.left - b.left) < 3
+            return overlap, -float(score[row, pair[0]] + score[row, pair[1]])
+
+        assert sorted(map(sorted, pairs)) == sorted(sorted(pair) for pair in combinations(best, 2))
+        assert [rank(pair) for pair in pairs] == sorted(rank(pair) for pair in pairs)

@@ -33,9 +33,9 @@ def usage(name: str, found: Sequence[Argument]) -> str:
 
 def value_words(argument: Argument) -> str:
     """What stands after a flag: its choices, or the kind of value; nothing after a switch."""
-    names = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: ""}
     union = get_origin(argument.hint) in (Union, types.UnionType)
     kinds: list[Any] = [k for k in get_args(argument.hint) if k is not type(None)] if union else [argument.hint]
+    names = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true | false" if len(kinds) > 1 else ""}
     words = [get_args(kind) if get_origin(kind) is Literal else (names.get(kind, "PATH"),) for kind in kinds]
     return " | ".join(str(word) for choices in words for word in choices)
 

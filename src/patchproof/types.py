@@ -44,6 +44,14 @@ def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
         raise InputError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, for messages: `torch.uint8 of (2, 3, 8, 8)`, `ndarray, float32 of (8, 8)`, `list`."""
+    if not hasattr(value, "dtype"):
+        return type(value).__name__
+    owner = "" if str(value.dtype).startswith("torch.") else f"{type(value).__name__}, "
+    return f"{owner}{value.dtype} of {tuple(value.shape)}"
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """How an image of any size becomes the network input: resize, then crop the centre.

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry import PatchThreat, Rect, size_words
+from patchproof.geometry import PatchThreat, Rect, Rects, rects_of, size_words
 from patchproof.masking import Evaluator
 from patchproof.types import CheckError, InputError
 
@@ -40,13 +40,13 @@ class Undefended:
 
 @dataclass(frozen=True)
 class Patched:
-    """What an attack proposes: image b carries a patch at `places[b]`.
+    """What an attack proposes: image b carries a patch at `places[b]`, or each of two at one of these.
 
     `passes` counts the masked copies that the classifier saw on the way, `queries` how often the target was asked.
     """
 
     images: Float[Tensor, "b c h w"]
-    places: tuple[Rect, ...]
+    places: tuple[Rects, ...]
     passes: Int64[Tensor, " b"]
     queries: Int64[Tensor, " b"]
 
@@ -65,7 +65,7 @@ class Attacked(Patched):
 
 
 class Attack(ABC):
-    """A subclass writes `search`. Calling it hands the result on only if each image carries one patch of the threat.
+    """A subclass writes `search`. Calling it hands the result on only if each image carries a patch of the threat.
 
     `search` works on copies, so it cannot move the images that its result is compared with; and the answers come from
     the target itself, never from the attack.
@@ -134,9 +134,14 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
             raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
         return Tensor.clone(Tensor.detach(part))
 
+    def plain_rect(rect: Any) -> Rect:
+        return Rect(*map(operator.index, (rect.top, rect.left, rect.height, rect.width)))
+
     try:
         images, passes, queries = map(copied, (found.images, found.passes, found.queries))
-        places = tuple(Rect(*map(operator.index, (p.top, p.left, p.height, p.width))) for p in found.places)
+        places = tuple(
+            plain_rect(place) if hasattr(place, "top") else tuple(map(plain_rect, place)) for place in found.places
+        )
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
     for counts in (passes, queries):
@@ -146,7 +151,7 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
 
 
 def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: PatchThreat, *, name: str) -> None:
-    """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], and equal to x outside one rectangle of 𝓡. The first violation is named."""
+    """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], equal to x outside one rectangle of 𝓡, or two. The first violation is named."""
     patched, image = found.images, Rect(0, 0, *threat.image_size)
     if patched.shape != images.shape:
         raise CheckError(f"{name} returned shape {tuple(patched.shape)} for images of shape {tuple(images.shape)}")
@@ -155,7 +160,7 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
             f"{name} returned {patched.dtype} on {patched.device} for images of {images.dtype} on {images.device}"
         )
     if len(found.places) != len(images):
-        raise CheckError(f"{name} names {len(found.places)} places for {len(images)} images; each carries one patch")
+        raise CheckError(f"{name} names {len(found.places)} places for {len(images)} images; each has one")
     if not bool(torch.isfinite(patched).all()):
         raise CheckError(f"{name} returned pixels that are NaN or infinite")
     if not bool(((patched >= 0) & (patched <= 1)).all()):
@@ -164,12 +169,15 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
     changed = (patched != images).any(dim=1)
     for number, (outside, place) in enumerate(zip(changed, found.places, strict=True)):
         where = f"{name}, image {number} of the batch"
-        if (place.height, place.width) not in threat.patch_sizes:
-            allowed = size_words(*threat.patch_sizes)
-            raise CheckError(f"{where}: a patch of {place.height}×{place.width} pixels, allowed is {allowed}")
-        if not image.contains(place):
-            raise CheckError(f"{where}: {place} is not inside the image of {image.height}×{image.width}")
-        outside[place.top : place.bottom, place.left : place.right] = False
+        if len(rects_of(place)) > threat.patches:
+            raise CheckError(f"{where}: {len(rects_of(place))} patches, the threat is {threat.words}")
+        for rect in rects_of(place):
+            if (rect.height, rect.width) not in threat.patch_sizes:
+                allowed = size_words(*threat.patch_sizes)
+                raise CheckError(f"{where}: a patch of {rect.height}×{rect.width} pixels, allowed is {allowed}")
+            if not image.contains(rect):
+                raise CheckError(f"{where}: {rect} is not inside the image of {image.height}×{image.width}")
+            outside[rect.top : rect.bottom, rect.left : rect.right] = False
         if bool(outside.any()):
             row, column = torch.nonzero(outside)[0].tolist()
             raise CheckError(
@@ -196,9 +204,10 @@ def attack_in_turn(
     An image that is answered wrongly as it is counts as broken: a patch may also leave all pixels as they are.
     """
     if not attacks:
-        raise InputError("there is no attack to run; take defended_attacks(…) or undefended_attacks(…)")
+        raise InputError("there is no attack to run; name at least one, or call pp.attack(…), which has its own")
     first, none = attacks[0], torch.zeros_like(labels)
-    places = [Rect(0, 0, *first.threat.patch_sizes[0])] * len(images)
+    corner = Rect(0, 0, *first.threat.patch_sizes[0])
+    places: list[Rects] = [corner if first.threat.patches == 1 else (corner, corner)] * len(images)
     predictions = answers(first.target, images)
     wrong = wrong_answers(first.target, predictions, labels)
     found = Attacked(images.clone(), tuple(places), none, none + 1, labels, predictions, wrong)

@@ -17,14 +17,18 @@ from torch.nn import functional
 from patchproof.attacks.base import Attack, Patched, Target, Undefended, answers, wrong_answers
 from patchproof.geometry import (
     PatchThreat,
-    Rect,
+    Rects,
     all_places,
+    as_places,
     as_rects,
+    best_pairs,
     best_places,
+    every_pair,
     grid_places,
     hidden_by,
     inside,
     mass_inside,
+    rects_of,
 )
 from patchproof.masking import Aim, CleanAnswers, Engine, Evaluator, Objective, Views, label_margin
 from patchproof.settings import AttackPlan
@@ -34,7 +38,8 @@ LOOKS = 4
 """How often, in the course of its steps, a patch is shown to the target; an image that breaks is left alone then."""
 
 CANDIDATES = 4
-"""Patches of one image that are optimised together: some places, each with all its starts."""
+"""Patches of one image that are optimised together, at most: some places with all their starts, or some starts at one
+place; memory does not grow with either."""
 
 MOMENTUM = 0.9
 
@@ -51,7 +56,7 @@ class Misclassify(Objective):
     def views(self, image_size: Size, device: torch.device) -> Views:
         return Views.of(image_size, device)
 
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         view = torch.full((len(places), 1), clean.views.whole, device=places.device)
         return Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
 
@@ -64,7 +69,7 @@ class Misclassify(Objective):
 class GradientAttack(Attack):
     """Climb an objective's loss at the most promising places; the target's own answer says when an image is broken.
 
-    `place` fixes where the patch goes; otherwise the plan says how places are found.
+    `place` fixes where the patch goes, or the two; otherwise the plan says how places are found.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class GradientAttack(Attack):
         objective: Objective,
         *,
         plan: AttackPlan | None = None,
-        place: Rect | None = None,
+        place: Rects | None = None,
         on_step: OnStep | None = None,
     ) -> None:
         super().__init__(target, threat)
@@ -91,41 +96,56 @@ class GradientAttack(Attack):
         places = self.places(clean, images)
         best = _Best(images, places[:, 0], passes=len(every))
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
-            rows = torch.nonzero(~best.broken)[:, 0]
-            if len(rows):
-                self._climb(clean, self._start(images, rows, group[rows], generators), best)
+            for attempts in torch.arange(self.plan.restarts, device=images.device).split(CANDIDATES):
+                rows = torch.nonzero(~best.broken)[:, 0]
+                if len(rows):
+                    self._climb(clean, self._start(images, rows, group[rows], attempts, generators), best)
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
-    def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r 4"]:
+    def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r *k 4"]:
         """The places to try on each image, best first."""
-        count, device = len(images), images.device
-        if self.place is not None:
-            at = (self.place.top, self.place.left, self.place.height, self.place.width)
-            return torch.tensor([[at]], device=device).expand(count, -1, -1)
-        if self.plan.place_search == "grid":
-            return grid_places(self.threat, self.plan.places).to(device).expand(count, -1, -1)
-        every = all_places(self.threat).to(device)
-        if self.plan.place_search == "exhaustive":
-            return every.expand(count, -1, -1)
+        count, device, every = len(images), images.device, all_places(self.threat)
+        fixed = None if self.place is None else as_places(self.place)
+        if fixed is None and self.plan.place_search == "grid":
+            fixed = grid_places(self.threat, self.plan.places)
+        elif fixed is None and self.plan.place_search == "exhaustive":
+            fixed = every if self.threat.patches == 1 else every_pair(every)
+        if fixed is not None:
+            return fixed.to(device).expand(count, *fixed.shape)
+        every = every.to(device)
         # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each place.
         view = self.objective.salient_views(clean.views).expand(count, -1)
         aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
         _, gradient = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
         mass = mass_inside(gradient.abs().sum(dim=1), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
-        promising = self.objective.promising(clean, hidden_by(every, clean.views.masks))
+        hides = hidden_by(every, clean.views.masks)
+        promising = self.objective.promising(clean, hides)
         if promising is not None:
             score = score + 2 * promising
-        return every[best_places(score, every, self.plan.places)]
+        if self.threat.patches == 1:
+            return every[best_places(score, every, self.plan.places)]
+        pairs = best_pairs(score, every, self.plan.places)
+        for row in range(count if promising is not None else 0):
+            # A pair leaves more open than each of its places, since fewer masks hide both.
+            left = self.objective.promising(clean[torch.tensor([row])], hides[pairs[row]].all(dim=1))
+            assert left is not None
+            pairs[row] = pairs[row][left[0].long().argsort(descending=True, stable=True)]
+        return every[pairs[:, : self.plan.places]]
 
     def _start(
-        self, images: Tensor, rows: Int64[Tensor, " s"], places: Int64[Tensor, "s g 4"], generators: Sequence[Any]
+        self,
+        images: Tensor,
+        rows: Int64[Tensor, " s"],
+        places: Int64[Tensor, "s g *k 4"],
+        attempts: Int64[Tensor, " t"],
+        generators: Sequence[Any],
     ) -> _Candidates:
-        """Every start at every place of the group, image by image."""
-        restarts, group = self.plan.restarts, places.shape[1]
-        owner = rows.repeat_interleave(group * restarts)
-        place = places.flatten(0, 1).repeat_interleave(restarts, dim=0)
-        attempt = torch.arange(restarts, device=rows.device).repeat(len(rows) * group)
+        """Each of these starts at every place of the group, image by image."""
+        group = places.shape[1]
+        owner = rows.repeat_interleave(group * len(attempts))
+        place = places.flatten(0, 1).repeat_interleave(len(attempts), dim=0)
+        attempt = attempts.repeat(len(rows) * group)
         start = images[owner]
         for j in torch.nonzero(attempt)[:, 0].tolist():
             start[j] = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
@@ -158,7 +178,7 @@ class _Candidates:
     """Patches being optimised: candidate j is on image `owner[j]`."""
 
     owner: Int64[Tensor, " j"]
-    place: Int64[Tensor, "j 4"]
+    place: Int64[Tensor, "j *k 4"]
     attempt: Int64[Tensor, " j"]
     within: Bool[Tensor, "j 1 h w"]
     images: Float[Tensor, "j c h w"]
@@ -179,7 +199,7 @@ class _Candidates:
 class _Best:
     """For each image the first patch that broke it, or else the one of greatest loss."""
 
-    def __init__(self, images: Float[Tensor, "b c h w"], places: Int64[Tensor, "b 4"], *, passes: int) -> None:
+    def __init__(self, images: Float[Tensor, "b c h w"], places: Int64[Tensor, "b *k 4"], *, passes: int) -> None:
         none = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         self.images, self.places, self.broken = images.clone(), places.clone(), none.bool()
         self.value = torch.full((len(images),), -torch.inf, device=images.device)
@@ -218,8 +238,9 @@ class NoiseAttack(Attack):
         for place in (place for place in places for _ in range(self.plan.restarts)):
             tried = images.clone()
             for row, generator in enumerate(generators):
-                noise = torch.rand(images.shape[1], place.height, place.width, generator=generator)
-                tried[row, :, place.top : place.bottom, place.left : place.right] = noise.to(images)
+                for rect in rects_of(place):
+                    noise = torch.rand(images.shape[1], rect.height, rect.width, generator=generator)
+                    tried[row, :, rect.top : rect.bottom, rect.left : rect.right] = noise.to(images)
             answer = answers(self.target, tried)
             queries += (~broken).long()
             fell = wrong_answers(self.target, answer, labels) & ~broken

@@ -56,7 +56,9 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     whole = {name: hint for name, hint in hints.items() if int in (hint, *typing.get_args(hint))}
     for name, hint in hints.items():
         converter = whole_number if name in whole else None
-        hints[name] = Annotated[hint, Parameter(group=group_of(kind, name), converter=converter)]
+        default = False if hint is bool else None  # "default: False" would suggest that a switch takes a value
+        group = group_of(kind, name)
+        hints[name] = Annotated[hint, Parameter(group=group, converter=converter, show_default=default)]
     kind.__init__.__annotations__ = kind.__annotations__ = hints
     signature = inspect.signature(command, eval_str=True)
     *places, last = signature.parameters.values()
@@ -136,6 +138,8 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return 1, "out of memory; choose a smaller --batch-size"
+    if isinstance(error, PermissionError) and error.filename:
+        return 1, f"cannot read or write {error.filename}: {error.strerror}"
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return 1, f"{error.strerror or error}{where}{_go_on(command)}"

@@ -69,7 +69,7 @@ PASSES_WORTH_A_WORD = 50_000
 """A run that may take more says at its start how long that is."""
 
 PROMISE = (
-    "Certified means: whatever one patch of at most {patch} is put anywhere on this very image, the answer {stays}. "
+    "Certified means: whatever {patches} of at most {patch} {are} put anywhere on this very image, the answer {stays}. "
     "It does not say that the answer is right, nor that the image has not been patched already."
 )
 
@@ -154,7 +154,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
     files: list[Any] = []
     for path in images:
-        files += [standard_input()] if str(path) == STANDARD_INPUT else runs.image_files(path)
+        files += [standard_input()] if path == Path(STANDARD_INPUT) else runs.image_files(path)
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     defense = defense_for(settings, classifier)
@@ -229,10 +229,11 @@ def show_predictions(
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
         table.add_row(escape(visible(found.path)), escape(found.name), *said, certified, margin, str(found.forwards))
     console.print(table)
-    guarantee = DEFENSES[settings.defense].kind.guarantee
+    guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:
         run: Any = runs.read_run(settings.like)
-        guarantee, patch = run.guarantee, f"the size that {settings.like} certified ({run.patch_words})"
+        guarantee, patches = run.guarantee, run.patches
+        patch = f"the size that {settings.like} certified ({run.patch_words.removeprefix('two patches of ')})"
     elif settings.threat_space == "native":
         patch = f"{settings.patch} (of the original image)"
     else:
@@ -240,7 +241,8 @@ def show_predictions(
         sizes = size_words(*parse_patches(settings.patch, classifier.input_size))
         patch = f"{sizes} pixels (of the {height}×{width} network input that this image is resized to)"
     stays = "stays the same" if guarantee == "recovery" else "stays the same or becomes an alarm"
-    console.print(PROMISE.format(patch=patch, stays=stays), style="dim")
+    count = {"patches": "one patch", "are": "is"} if patches == 1 else {"patches": "two patches", "are": "are"}
+    console.print(PROMISE.format(patch=patch, stays=stays, **count), style="dim")
 
 
 def train(settings: TrainSettings) -> int:

@@ -70,6 +70,8 @@ class ThreatSettings:
 
     patch: str = "3%"
     """Largest patch: `3%`, `39px` or `20x60px` (height x width); several allowed sizes with commas."""
+    patches: int = 1
+    """Patches on the image at once: 1, or 2, which takes unions of masks and many more passes."""
     threat_space: Literal["input", "native"] = "input"
     """Where the patch is measured: at the network input, as in the literature, or on the original image."""
     defense: str = "patchcleanser"
@@ -213,6 +215,8 @@ class ReportSettings(CommonSettings):
 class ExploreSettings(CommonSettings):
     patch: str | None = None
     """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
+    patches: int | None = None
+    """Patches on the image at once, 1 or 2; default: the run's, or 1 for a checkpoint."""
     per_axis: int | None = None
     """Masks per axis, at most; default: the run's, or 3 for a checkpoint."""
     model: str | None = None

@@ -17,6 +17,7 @@ from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse
 from patchproof.masking import Engine
 from patchproof.models import EMBEDDED, ImageClassifier, checkpoint_architecture, known_weights, load_classifier
 from patchproof.runs import RunFolder, local_rank, preprocessing_for
+from patchproof.settings import AttackPlan
 from patchproof.types import InputError, Size
 
 
@@ -92,7 +93,7 @@ def build_defense(
         ]
         patches = tuple(sorted({patch for threat in threats for patch in threat.patch_sizes}))
     options = asdict(part(settings, DEFENSES[settings.defense].options))
-    threat, engine = PatchThreat(size, patches), part(settings, Engine)
+    threat, engine = PatchThreat(size, patches, settings.patches), part(settings, Engine)
     return defense(settings.defense, classifier, threat, engine=engine, **options)
 
 
@@ -115,12 +116,18 @@ def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
     model, weights = named_network(settings)
     name = f"{command}-{source.name}-{model}-"
     if command == "train":
-        limit = f"-first{settings.limit}" if settings.limit else ""
-        name += f"{settings.strategy}-seed{settings.seed}{limit}"
+        name += f"{settings.strategy}-seed{settings.seed}"
     else:
         masks = f"-{settings.per_axis}x{settings.per_axis}" if hasattr(settings, "per_axis") else ""
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
+        kind += f"-{settings.patches}patches" if settings.patches > 1 else ""
         space = "-native" if settings.threat_space == "native" else ""
-        limit = f"-{settings.limit}images" if settings.limit else ""
-        name += f"{Path(weights).name}-{settings.patch}{masks}{kind}{space}{limit}"
+        name += f"{Path(weights).name}-{settings.patch}{masks}{kind}{space}"
+    if command == "attack":
+        plain, plan = AttackPlan(), part(settings, AttackPlan)
+        name += f"-{plan.steps}steps-{plan.restarts}restarts-{plan.places}places"
+        others = ("target", "place_search", "step_size", "only_certified", "seed")
+        changed = [other for other in others if getattr(plan, other) != getattr(plain, other)]
+        name += "".join(f"-{other}-{getattr(plan, other)}" for other in changed)
+    name += f"-{settings.limit}images" if settings.limit else ""
     return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -66,11 +66,10 @@ def threat_words(source: Any, defense: Any) -> str:
     from patchproof.geometry import size_words
 
     masks = getattr(defense, "masks", None)
-    words = "" if masks is None else f", {len(masks.axes[0])}×{len(masks.axes[1])} masks"
+    words = "" if masks is None else f", {masks.words}"
     return (
         f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
-        f"({defense.guarantee}): one patch of {size_words(*defense.threat.patch_sizes)} pixels anywhere on "
-        f"{size_words(defense.threat.image_size)}{words}"
+        f"({defense.guarantee}): {defense.threat.words} anywhere on {size_words(defense.threat.image_size)}{words}"
     )
 
 

@@ -23,6 +23,7 @@ UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run"
 
 PHRASES = {
     "continued: patch_sizes was": "continued: --patch differs: patch_sizes was",
+    "continued: patches was": "continued: --patches differs: patches was",
     "continued: masks was": "continued: --masks differs: masks was",
     "continued: images was": "continued: --limit or the data differ: images was",
     "in another folder": "with another --output",
@@ -31,6 +32,17 @@ PHRASES = {
     "resume on any": "--resume on any",
 }
 """The library's words for what a flag does."""
+
+
+class EachOnce(yaml.SafeLoader):
+    """Of two lines with the same name, YAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(getattr(key, "value", key)).replace("-", "_") for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"`{name}` is set more than once")
+        return super().construct_mapping(node, deep)
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -46,7 +58,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         for token in yaml.scan(text.decode("utf-8")):
             if isinstance(token, yaml.AliasToken):  # a few lines of them can stand for billions of values
                 raise yaml.YAMLError(f"aliases (*{token.value}) are not allowed in settings")
-        content = yaml.safe_load(text.decode("utf-8"))
+        content = yaml.load(text.decode("utf-8"), Loader=EachOnce)
     except Exception as error:  # PyYAML's constructors raise whatever `!!int x` or a month 13 trips over
         raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
     if content is None:
@@ -66,6 +78,8 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
         if not isinstance(value, str | int | float):
             raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
+        if "\0" in str(value):
+            raise InputError(f"{path}: `{name}` holds a NUL character")
         whole = types[name] in ("int", "int | None")
         if whole and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")

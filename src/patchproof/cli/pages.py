@@ -44,7 +44,7 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
 
     require_gradio()
     console = Console(soft_wrap=True, highlight=False)
-    named = chosen(settings, "patch", "per_axis", "model", "weights", "dataset", "data_dir", "split")
+    named = chosen(settings, "patch", "patches", "per_axis", "model", "weights", "dataset", "data_dir", "split")
     if place is None:
         place, named["dataset"] = embedded_checkpoint(), named["dataset"] or "fashion-mini"
     explorer = open_explorer(place, device=choose_device(settings.device), **named)

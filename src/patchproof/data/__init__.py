@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchproof.data._decode import MAX_PIXELS, BadImageError, decode
+from patchproof.data._decode import MAX_PIXELS, BadImageError, decode, reading, to_rgb
 from patchproof.data._loading import (
     BadImage,
     Batch,
@@ -22,6 +22,7 @@ from patchproof.data._sources import (
     SequenceSource,
     as_source,
     open_class_folders,
+    unit_floats,
 )
 
 __all__ = [
@@ -44,5 +45,8 @@ __all__ = [
     "open_class_folders",
     "open_dataset",
     "preprocess",
+    "reading",
     "spread_indices",
+    "to_rgb",
+    "unit_floats",
 ]

@@ -120,8 +120,10 @@ def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
 
     A class of a sorted listing is seen whenever it has at least n/limit of n images.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"limit, the number of images, must be at least 1, not {limit}; leave it out to use all")
+    if limit is not None and not (isinstance(limit, int) and limit >= 1):
+        raise InputError(
+            f"limit, the number of images, must be a whole number of at least 1, not {limit}; leave it out to use all"
+        )
     return list(evenly_spread(len(source) if limit is None else limit, len(source)))
 
 

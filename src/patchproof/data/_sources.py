@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchproof.data._decode import BadImageError, decode, header_size, reading, to_rgb
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, Size, kind_of
 
 LOW_RESOLUTION_BELOW = 64
 """A set whose first readable image is smaller than this on both sides is of low resolution."""
@@ -234,7 +234,8 @@ class SequenceSource:
         with reading(self.path(index)):
             item = self.items[index]
         if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], (Image.Image, Tensor))):
-            raise InputError(f"item {index} of {self.name} is {item!r:.60}; {EXPECTED}")
+            parts = item if isinstance(item, (tuple, list)) else (item,)
+            raise InputError(f"item {index} of {self.name} is ({'; '.join(map(kind_of, parts[:3]))}); {EXPECTED}")
         image, label = item
         try:
             self.known_labels[index] = as_integer(label)
@@ -242,7 +243,7 @@ class SequenceSource:
             wrong = f"the label of item {index} of {self.name} must be an integer, not {label!r:.60}"
             raise InputError(wrong) from None
         with reading(self.path(index)):
-            return to_rgb(image) if isinstance(image, Image.Image) else _unit_floats(image)
+            return to_rgb(image) if isinstance(image, Image.Image) else unit_floats(image)
 
     def native_sizes(self) -> set[Size]:
         return set(self._sizes())
@@ -299,10 +300,10 @@ def _line(path: str, label: int) -> bytes:
     return path_bytes(path) + f"\0{label}\0".encode()  # no path holds a zero byte
 
 
-def _unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
+def unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
     """ValueError where a tensor is no image in [0, 1]."""
     if not image.is_floating_point() or image.ndim != 3 or not image.numel():
-        raise ValueError(f"{image.dtype} of shape {tuple(image.shape)}, expected floats (channels, height, width)")
+        raise ValueError(f"{kind_of(image)}, expected floats in [0, 1] (channels, height, width); divide bytes by 255")
     low, high = torch.stack(image.aminmax()).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails both
         raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1; divide bytes by 255")

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from patchproof.defenses._base import Assessment, Certificates, Defense, MaskedDefense, assess, device_of
+from patchproof.defenses._base import (
+    Assessment,
+    Certificates,
+    Defense,
+    MaskedDefense,
+    assess,
+    device_of,
+    require_defense,
+)
 from patchproof.defenses._table import MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
@@ -71,6 +79,8 @@ def defense(
     unknown = [option for option in options if option not in known]
     if unknown:
         raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
+    if threat.patches > getattr(entry.kind, "most_patches", 1):
+        raise InputError(f"the defence `{name}` is for one patch, the threat has patches={threat.patches}")
     return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))
 
 
@@ -96,5 +106,6 @@ __all__ = [
     "defense",
     "device_of",
     "double_masking",
+    "require_defense",
     "two_mask_labels",
 ]

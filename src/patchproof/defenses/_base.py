@@ -11,10 +11,18 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import Fields, MaskSet, PatchThreat
-from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch, masks_for
-from patchproof.models import fingerprint
-from patchproof.types import CheckError, Classifier, InputError, Size
+from patchproof.geometry import Fields, MaskSet, PatchThreat, Uncovered
+from patchproof.masking import (
+    Engine,
+    Evaluator,
+    Measured,
+    check_classifier,
+    default_batch,
+    masks_for,
+    require_images,
+)
+from patchproof.models import fingerprint, mask_colour
+from patchproof.types import CheckError, Classifier, InputError, kind_of
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -106,8 +114,7 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
     for part in kinds:
         values: Any = found.predictions if part == "predictions" else getattr(proof, part)
         if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kinds[part]}":
-            got = f"{values.dtype} of {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {got}")
+            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {kind_of(values)}")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
@@ -119,6 +126,17 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
     return found
 
 
+def require_defense(value: Any) -> None:
+    """Refuse what is no defence, naming what it lacks."""
+    if not isinstance(value, Defense):
+        needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
+        raise InputError(
+            f"{type(value).__name__} is no defence: it lacks "
+            f"{', '.join(name for name in needed if not hasattr(value, name))}; e.g. "
+            'pp.defense("patchcleanser", classifier, threat)'
+        )
+
+
 def device_of(defense: Any) -> torch.device:
     """Where the defence computes: its own `device`, or that of its classifier's weights."""
     own = getattr(defense, "device", None)
@@ -127,20 +145,6 @@ def device_of(defense: Any) -> torch.device:
     classifier = getattr(defense, "classifier", None)
     first = next(classifier.parameters(), None) if isinstance(classifier, nn.Module) else None
     return torch.device("cpu") if first is None else first.device
-
-
-def require_images(images: Tensor, image_size: Size) -> None:
-    """Refuse what are no images of the threat's size."""
-    if images.ndim != 4 or not images.is_floating_point():
-        raise InputError(
-            f"images must be floats in [0, 1] of shape (images, channels, height, width), not {images.dtype} of "
-            f"{tuple(images.shape)}"
-        )
-    if tuple(images.shape[-2:]) != image_size:
-        raise InputError(
-            f"the images are {tuple(images.shape[-2:])}, the threat is for {image_size}; "
-            "resize the images, or build the threat for their size"
-        )
 
 
 def require_one_patch(name: str, threat: PatchThreat) -> None:
@@ -203,12 +207,25 @@ class MaskedDefense(EvaluatedDefense):
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
     evidence: ClassVar[Sequence[str]] = ("witness",)
+    most_patches: ClassVar[int] = 2
+    """On an image at once; a defence that does not say is for one."""
 
     def __post_init__(self) -> None:
+        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not callable(self.classifier):
+            raise InputError(
+                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
+                "pp.load_classifier makes one from a name"
+            )
+        mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
+            what = "patch positions" if isinstance(missed, Uncovered) else "pairs of patch positions"
             raise InputError(
-                f"masks do not cover the threat: {len(missed)} patch positions are hidden by no mask, "
+                f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
@@ -226,7 +243,8 @@ class MaskedDefense(EvaluatedDefense):
     def images_at_once(self) -> int:
         """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
         enough that records come often."""
-        most = max(1, TABLE_CELLS // self.most_passes)  # the more masks, the fewer images
+        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
+        most = max(1, TABLE_CELLS // pairs)
         return max(1, min(most, self.chunk // (2 if device_of(self).type == "cuda" else BLOCK)))
 
     @property
@@ -240,12 +258,13 @@ class MaskedDefense(EvaluatedDefense):
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
         except InputError:  # masks of one's own need not form a grid
-            masks = [[r.top, r.left, r.height, r.width] for r in self.masks.rects]
+            masks = self.masks.numbers
         return {
             "name": self.name,
             "guarantee": self.guarantee,
             "image_size": list(self.threat.image_size),
             "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+            **({} if self.threat.patches == 1 else {"patches": self.threat.patches}),
             "masks": masks,
             **self.arithmetic(),
         }
@@ -261,9 +280,11 @@ class MaskedDefense(EvaluatedDefense):
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks in the order in which they are likely to fail: central ones hide the object more often."""
-        height, width = self.masks.image_size
-        offset = [
-            abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in self.masks.rects
-        ]
-        return torch.tensor(offset).argsort(stable=True)
+        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
+        hide the object more often."""
+        (height, width), parts = self.masks.image_size, self.masks.parts
+        offset = torch.tensor([
+            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
+            for part in parts
+        ]).tolist()  # fmt: skip
+        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))

@@ -47,7 +47,7 @@ class WrongMajority(PairObjective):
     be made to vote for the wrong label must at least not be confirmed.
     """
 
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         of_pair, shows = self.of_pair(places.device), clean.shows(places)
         rows = of_pair.diagonal().expand(len(places), -1)
         margin = label_margin(clean.logits, clean.labels)[:, of_pair]
@@ -79,7 +79,7 @@ class FakeUnanimity(PairObjective):
     agree on a wrong label come first, then those that lean most to one; attempt a takes the a-th best row.
     """
 
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         of_pair = self.of_pair(places.device)
         shows = clean.shows(places)[:, of_pair]
         rows = [self._consider(clean.logits[:, of_pair[m]], clean.labels, shows[:, m], m) for m in range(len(of_pair))]
@@ -125,7 +125,7 @@ class SilentAgreement(Objective):
     def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
         return torch.arange(len(self.masks), device=views.first.device)
 
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         """Masks that hide the patch answer as on the clean image: what they lean to is the label to aim at."""
         count = len(self.masks)
         shows, logits = clean.shows(places)[:, :count], clean.logits[:, :count]

@@ -42,16 +42,16 @@ class Alarm(MaskedDefense):
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m ∈ 𝓜: F(x ⊙ m) = y, giving up on an image at its first wrong label."""
-        self.measure(images)
         table = self.copies(images, labels)
+        self.measure(images)
         rows = torch.arange(len(images))
         right = table.survivors(rows, self.central_first().expand(len(rows), -1), labels.cpu(), sure=True)
         return _certificates(table, right).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table; without labels the certificate is about the prediction."""
-        self.measure(images)
         table = self.copies(images, labels)
+        self.measure(images)
         predictions = unanimous_label(table.row(self.every_mask))
         if labels is None:
             table.against(predictions)  # no copy answers −1, so an alarm is not certified

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Certificates, Guarantee, device_of, require_images, require_one_patch
+from patchproof.defenses._base import Certificates, Guarantee, device_of, require_one_patch
 from patchproof.defenses._table import require_labels
 from patchproof.geometry import PatchThreat, all_places, inside
-from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes
+from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
 from patchproof.settings import NoOptions
 from patchproof.types import Classifier, InputError

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Assessment, Certificates, Guarantee, require_images, require_one_patch
+from patchproof.defenses._base import Assessment, Certificates, Guarantee, require_one_patch
 from patchproof.defenses._rules import bounded_lead, certificates, robust_masking, robust_masking_lead
 from patchproof.defenses._table import require_labels
 from patchproof.geometry import Fields, PatchThreat, Windows
-from patchproof.masking import Engine, evaluating
+from patchproof.masking import Engine, evaluating, require_images
 from patchproof.models import fingerprint
 from patchproof.settings import BagCertOptions, NoOptions
 from patchproof.types import CheckError, Classifier, InputError, Size

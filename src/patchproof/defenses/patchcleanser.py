@@ -18,7 +18,7 @@ from patchproof.defenses._base import Assessment, Certificates, Guarantee, Maske
 from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
 from patchproof.defenses._table import MaskTable
 from patchproof.geometry import MaskSet
-from patchproof.masking import Copies, Engine, Evaluator, Objective
+from patchproof.masking import Copies, Engine, Evaluator, Objective, require_images
 from patchproof.settings import PatchCleanserOptions
 from patchproof.types import Classifier
 
@@ -80,8 +80,8 @@ class PatchCleanser(MaskedDefense):
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), giving up on an image at its first wrong label."""
-        self.measure(images)
         pairs = self.pairs(images, labels)
+        self.measure(images)
         return pairs.certificates(self._certified(pairs)).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
@@ -89,8 +89,8 @@ class PatchCleanser(MaskedDefense):
 
         Without labels the certificate is about the prediction: no patch on this very image changes the answer.
         """
-        self.measure(images)
         pairs = self.pairs(images, labels)
+        self.measure(images)
         first = pairs.one_mask_labels()
         predictions = pairs.defended(first)
         if labels is None:
@@ -154,7 +154,7 @@ class PairTable:
         if until is None:
             table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
             return table.label[image[:, None], cells]
-        label, gap = table.label[image][:, self.one_mask], table.gap[image][:, self.one_mask]
+        label, gap = (values[image[:, None], self.one_mask] for values in (table.label, table.gap))
         against = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
         table.survivors(image, cells.gather(1, against), until)
         seen, labels = table.known[image[:, None], cells], table.label[image[:, None], cells]
@@ -191,6 +191,7 @@ def two_mask_labels(
     classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet, *, engine: Engine | None = None
 ) -> Int64[Tensor, "b n n"]:
     """The whole table F(x_b ⊙ m0 ⊙ m1): entry [b, 0, 0] is one mask alone, the table is symmetric."""
+    require_images(images, masks.image_size)
     unions, count = masks.unions, len(images)
     image = torch.arange(count).repeat_interleave(len(unions))
     copies = Copies(image, unions.first.repeat(count), unions.second.repeat(count))

@@ -22,14 +22,13 @@ from patchproof.defenses._base import (
     Certificates,
     EvaluatedDefense,
     Guarantee,
-    require_images,
     require_one_patch,
 )
 from patchproof.defenses._objectives import StolenVotes
 from patchproof.defenses._rules import bounded_lead, certificates, counted_lead, robust_masking, robust_masking_lead
 from patchproof.defenses._table import require_labels
 from patchproof.geometry import Fields, PatchThreat, Windows
-from patchproof.masking import Copies, Engine, Evaluator, Measured, Objective
+from patchproof.masking import Copies, Engine, Evaluator, Measured, Objective, require_images
 from patchproof.settings import (
     Ablation,
     Certificate,

@@ -30,6 +30,9 @@ BLUE, VERMILION, MIDDLE = (0, 114, 178), (213, 94, 0), (247, 247, 247)
 NUMBERED = 10
 """Tables up to so many masks have the margin written into each cell, and a number at each row and column."""
 
+LARGEST_TABLE = 64
+"""Tables of more masks are not drawn: a browser holds no 18,000 cells."""
+
 SMALL = 64
 """Images below this side are drawn pixel by pixel."""
 
@@ -72,6 +75,8 @@ def cell_kind(copies: CopyTable, cell: Cell, label: int) -> str:
 def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
     """The n×n table: colour, and for small n a number, is the margin; wrong labels are hatched, close ones dotted."""
     n, label, name = len(copies.labels), shown.finding.label, escaped(explorer.name(shown.finding.label))
+    if n > LARGEST_TABLE:
+        return message(f"The table of {n}×{n} pairs is too large for a page; choose a pair below.")
     finite = copies.margins[copies.margins.isfinite()]
     scale = float(finite.abs().max()) if len(finite) else 1.0
     ticks = [f"<b>{i + 1 if n <= NUMBERED or i % 6 == 0 else ''}</b>" for i in range(n)]
@@ -130,10 +135,10 @@ def box(rect: Rect, size: Size) -> str:
 
 
 def patched_view(shown: Selection, size: Size) -> str:
-    """The image with its patch framed; a click anywhere says where the patch should go."""
-    words = f"the image with a patch at row {shown.top}, column {shown.left}"
-    frame = f'<span class="pp-frame" style="{box(shown.rect, size)}"></span>'
-    return f'<div class="pp-stage" data-pick="place">{picture(shown.patched, words)}{frame}</div>'
+    """The image with its patches framed; a click anywhere says where the chosen one should go."""
+    places = " and ".join(f"a patch at row {one.top}, column {one.left}" for one in shown.patches)
+    frames = "".join(f'<span class="pp-frame" style="{box(one.rect, size)}"></span>' for one in shown.patches)
+    return f'<div class="pp-stage" data-pick="place">{picture(shown.patched, f"the image with {places}")}{frames}</div>'
 
 
 def cards(explorer: Explorer, records: Sequence[Record], selected: int | None) -> str:
@@ -188,7 +193,8 @@ def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Roun
 
 def vote(explorer: Explorer, hidden: Sequence[int], words: str, kind: str, *, pick: str | None = None) -> str:
     """A masked copy in small: the image is that of `thumbs`, the masks are drawn over it."""
-    boxes = "".join(f'<i style="{box(explorer.defense.masks.rects[mask], explorer.size)}"></i>' for mask in hidden)
+    rects = dict.fromkeys(rect for mask in hidden for rect in explorer.defense.masks.parts[mask])
+    boxes = "".join(f'<i style="{box(rect, explorer.size)}"></i>' for rect in rects)
     data = "" if pick is None else f' data-pick="{pick}"'
     thumb = f'<span class="pp-thumb">{boxes}</span>'
     return f'<div class="pp-vote pp-{kind}"{data}>{thumb}<span>{escaped(words)}</span></div>'

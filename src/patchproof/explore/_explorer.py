@@ -45,14 +45,9 @@ RECORD_KINDS: dict[str, Callable[[Record], bool]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
-    """What one visitor looks at: an image with what was found of it, a cell of its table, and the patch on it."""
+class Placed:
+    """A patch and where it is."""
 
-    pixels: UInt8[Tensor, "3 h w"]
-    finding: Finding
-    words: str
-    index: int | None
-    cell: Cell
     patch: UInt8[Tensor, "3 p q"]
     top: int
     left: int
@@ -61,17 +56,40 @@ class Selection:
     def rect(self) -> Rect:
         return Rect(self.top, self.left, int(self.patch.shape[1]), int(self.patch.shape[2]))
 
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What one visitor looks at: an image with what was found of it, a cell of its table, the patch on it, or two, and
+    which of them is moved and made."""
+
+    pixels: UInt8[Tensor, "3 h w"]
+    finding: Finding
+    words: str
+    index: int | None
+    cell: Cell
+    patches: tuple[Placed, ...]
+    chosen: int = 0
+
+    @property
+    def one(self) -> Placed:
+        """The patch that is chosen."""
+        return self.patches[self.chosen]
+
     @property
     def patched(self) -> UInt8[Tensor, "3 h w"]:
-        patched, rect = self.pixels.clone(), self.rect
-        patched[:, rect.top : rect.bottom, rect.left : rect.right] = self.patch
+        patched = self.pixels.clone()
+        for one in self.patches:
+            patched[:, one.rect.top : one.rect.bottom, one.rect.left : one.rect.right] = one.patch
         return patched
 
-    def moved(self, top: float, left: float) -> Selection:
-        """The patch at this place, or the nearest one inside the image."""
-        last = (int(a - b) for a, b in zip(self.pixels.shape[1:], self.patch.shape[1:], strict=True))
+    def moved(self, top: float, left: float, patch: UInt8[Tensor, "3 p q"] | None = None) -> Selection:
+        """The chosen patch, or this one in its stead, at this place, or the nearest one inside the image."""
+        patch = self.one.patch if patch is None else patch
+        last = (int(a - b) for a, b in zip(self.pixels.shape[1:], patch.shape[1:], strict=True))
         top, left = (max(0, min(int(at), end)) for at, end in zip((top, left), last, strict=True))
-        return replace(self, top=top, left=left)
+        patches = list(self.patches)
+        patches[self.chosen] = Placed(patch, top, left)
+        return replace(self, patches=tuple(patches))
 
 
 @dataclass
@@ -118,10 +136,10 @@ class Explorer:
 
     @property
     def title(self) -> str:
-        patch, size = size_words(*self.defense.threat.patch_sizes), size_words(self.size)
+        threat, size = self.defense.threat.words, size_words(self.size)
         masks = "" if self.masks is None else f", {len(self.masks)} masks"
         tau = "" if self.evaluator is None else f", τ = {self.evaluator.measured.tau_fp32:.2g}"
-        return f"{self.about}, {self.defense.name}: one patch of {patch} pixels anywhere on {size}{masks}{tau}"
+        return f"{self.about}, {self.defense.name}: {threat} anywhere on {size}{masks}{tau}"
 
     def name(self, label: int) -> str:
         return "an alarm" if label < 0 else self.names.get(label, f"class {label}")
@@ -180,9 +198,10 @@ class Explorer:
         cell = (0, 0) if finding.copies is None else finding.copies.weakest
         if before is not None:
             return replace(before, pixels=pixels, finding=finding, words=words, index=index, cell=cell)
-        patch = noise(self.defense.threat.patch_sizes[0], 0)
-        middle = (int(side - patch.shape[i + 1]) // 2 for i, side in enumerate(self.size))
-        return Selection(pixels, finding, words, index, cell, patch, *middle)
+        size, count = self.defense.threat.patch_sizes[0], self.defense.threat.patches
+        top, left = ((side - own) // 2 for side, own in zip(self.size, size, strict=True))
+        patches = Placed(noise(size, 0), top, left), Placed(noise(size, 1), 0, 0)  # the second in the corner
+        return Selection(pixels, finding, words, index, cell, patches[:count])
 
     def with_patch(
         self, shown: Selection, kind: str, *, size: int = 0, seed: int = 0, steps: int = 40, file: Path | None = None
@@ -192,14 +211,22 @@ class Explorer:
         if kind == PICTURE and file is None:
             raise InputError("drop in a picture for the patch first")
         patch = paste(self.picture(file), sides) if file and kind == PICTURE else noise(sides, seed)
-        placed = replace(shown, patch=patch).moved(shown.top, shown.left)
+        placed = shown.moved(shown.one.top, shown.one.left, patch)
         if kind not in (UNDEFENDED, DEFENDED):
             return placed
-        return replace(placed, patch=self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed))
+        patched = self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed)
+        patches = [
+            replace(one, patch=patched[:, one.rect.top : one.rect.bottom, one.rect.left : one.rect.right])
+            for one in placed.patches
+        ]
+        return replace(placed, patches=tuple(patches))
 
-    def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 p q"]:
-        """A patch for this place that leads the classifier, or the defence, away from the image's label."""
-        evaluator, images, rect = self.evaluator, self.image(shown.pixels)[None], shown.rect
+    def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 h w"]:
+        """The image with a patch at this place, or both of two at theirs, that leads the classifier, or the defence,
+        away from the image's label."""
+        evaluator, images = self.evaluator, self.image(shown.pixels)[None]
+        rects = tuple(one.rect for one in shown.patches)
+        place = rects if len(rects) > 1 else rects[0]
         if evaluator is None:
             raise InputError("an optimised patch needs the gradients of a classifier, and this defence has none")
         ways = self.defense.objectives() if defended and hasattr(self.defense, "objectives") else ()
@@ -209,13 +236,13 @@ class Explorer:
 
         def attacked(steps: int) -> Tensor:
             plan = AttackPlan(steps=steps, restarts=2)
-            attack = GradientAttack(evaluator, target, threat, objective, plan=plan, place=rect)
+            attack = GradientAttack(evaluator, target, threat, objective, plan=plan, place=place)
             return Attack.__call__(attack, images, labels, generators=[image_generator(seed, 0)]).images[0]
 
         began = time.monotonic()
         attacked(1)
         affordable = int(ATTACK_SECONDS / (time.monotonic() - began))
-        return to_bytes(attacked(max(1, min(steps, affordable)))[:, rect.top : rect.bottom, rect.left : rect.right])
+        return to_bytes(attacked(max(1, min(steps, affordable))))
 
 
 def noise(size: Size, seed: int) -> UInt8[Tensor, "3 p q"]:

@@ -165,14 +165,17 @@ def mask_words(masks: Sequence[int]) -> str:
 
 def verdict(finding: Finding, name: Name, defense: Any) -> str:
     """Certified or not, the masked copy that decides it, and what follows for a patch."""
-    patch, right, copies = f"{size_words(*defense.threat.patch_sizes)} patch", name(finding.label), finding.copies
+    size, right, copies = size_words(*defense.threat.patch_sizes), name(finding.label), finding.copies
+    any_patch, some = f"{size} patch", f"A {size} patch"
+    if defense.threat.patches == 2:
+        any_patch, some = f"two {size} patches", f"Two {size} patches"
     detects = defense.guarantee == "detection"
     opening = "Certified" if finding.certified else "Not certified"
-    follows = f"No {patch}, anywhere on this image, can change the answer."
+    follows = f"No {any_patch}, anywhere on this image, can change the answer."
     if finding.certified and detects:
-        follows = f"Under any {patch}, anywhere on this image, the answer is {right} or an alarm."
+        follows = f"Under any {any_patch}, anywhere on this image, the answer is {right} or an alarm."
     elif not finding.certified:
-        follows = f"A {patch} may be able to change the answer{' without an alarm' * detects}."
+        follows = f"{some} may be able to change the answer{' without an alarm' * detects}."
     if copies is None:
         said = f"the defence answers {name(finding.answer)}"
         return f"{opening} as {right}, margin {finding.margin:+.3g}; {said}. {follows}"

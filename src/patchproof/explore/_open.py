@@ -33,6 +33,7 @@ def open_explorer(
     *,
     device: torch.device | str = "cpu",
     patch: str | None = None,
+    patches: int | None = None,
     per_axis: int | None = None,
     model: str | None = None,
     weights: str | None = None,
@@ -42,23 +43,25 @@ def open_explorer(
 ) -> Explorer:
     """What the folder holds: a certification or an attack with its images and records, a training, or a checkpoint.
 
-    `patch` and `per_axis` change the threat and the masks. `weights` names the run's, if they moved; `dataset` and
-    `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of 3%, and shows
-    the images of `dataset` and `split`, or those that its training was validated on.
+    `patch`, `patches` and `per_axis` change the threat and the masks. `weights` names the run's, if they moved;
+    `dataset` and `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of
+    3%, and shows the images of `dataset` and `split`, or those that its training was validated on.
     """
     run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
         built, notices = stored_defense(run, classifier), list(run.notices)
-        if patch is not None or per_axis is not None:
+        if (patch, patches, per_axis) != (None, None, None):
             if not isinstance(built, MaskedDefense):
                 raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
             size = built.threat.image_size
-            threat = built.threat if patch is None else PatchThreat(size, parse_patches(patch, size))
+            sizes = built.threat.patch_sizes if patch is None else parse_patches(patch, size)
+            threat = PatchThreat(size, sizes, built.threat.patches if patches is None else patches)
             count = len(built.masks.axes[0]) if per_axis is None else per_axis
             masks = masks_for(classifier, threat, per_axis=count)
             built = replace(built, masks=masks, threat=threat)
-            notices.append(f"records are about the run's own patch of {run.patch_words} and {run.masks_words}")
+            own = f"{'patch of ' * (run.patches == 1)}{run.patch_words}"
+            notices.append(f"records are about the run's own {own} and {run.masks_words}")
         preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
         about, images = f"{run.architecture} on {run.dataset}", find_images(run, dataset, data_dir)
         if isinstance(images, str):  # why they are not found
@@ -72,7 +75,8 @@ def open_explorer(
     own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
     classifier = load_classifier(model or str(checkpoint_architecture(checkpoint)), own)
     classifier = classifier.to(device).to(memory_format=torch.channels_last)
-    threat = PatchThreat(classifier.input_size, parse_patches(patch or "3%", classifier.input_size))
+    sizes = parse_patches(patch or "3%", classifier.input_size)
+    threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
     built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
     names = class_words(dict(enumerate(classifier.class_names or ())))
     remarks = tuple(network_remarks(classifier))

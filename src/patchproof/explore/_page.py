@@ -109,8 +109,12 @@ class ExplorerPage:
 
     def patch_section(self) -> None:
         gr, sizes = self.gr, self.explorer.defense.threat.patch_sizes
-        self.step("3 · Under a patch", f"Click the image to move the {size_words(*sizes)} patch there.")
+        two = self.explorer.defense.threat.patches == 2
+        title, which = ("two patches", "chosen ") if two else ("a patch", "")
+        self.step(f"3 · Under {title}", f"Click the image to move the {which}{size_words(*sizes)} patch there.")
         self.stage = gr.HTML(js_on_load=PICK, elem_id="stage")
+        both = [("first", 0), ("second", 1)]
+        self.which = gr.Radio(both, value=0, label="Which patch", visible=two, elem_id="which-patch")
         last = [side - min(size[i] for size in sizes) for i, side in enumerate(self.explorer.size)]
         with gr.Row():
             self.top, self.left = (
@@ -157,6 +161,7 @@ class ExplorerPage:
         for listener in (self.make.click, self.file.upload, self.size.input):
             self.on(listener, self.made, settings, busy=self.answer, **CLASSIFIER)
         self.on(self.patch.input, self.kind_chosen, [self.patch])
+        self.on(self.which.input, self.patch_chosen, [shown, self.which])
 
     def on(
         self, listener: Callable[..., Any], handler: Callable[..., Changes], inputs: list[Any], **options: Any
@@ -201,8 +206,8 @@ class ExplorerPage:
         return {
             self.shown: shown,
             self.stage: draw.patched_view(shown, explorer.size),
-            self.top: shown.top,
-            self.left: shown.left,
+            self.top: shown.one.top,
+            self.left: shown.one.left,
             self.answer: draw.message(explain(rounds, explorer.name)) + draw.message(promise),
             self.rounds: draw.rounds_view(explorer, patched, rounds),
         }
@@ -247,8 +252,10 @@ class ExplorerPage:
     def pointed(self, event: Any, shown: Selection | None) -> Changes:
         """The middle of the patch goes where the click was."""
         shown, (height, width) = required(shown), self.explorer.size
-        top, left = int(event.y * height) - shown.rect.height // 2, int(event.x * width) - shown.rect.width // 2
-        return self.of_patch(shown.moved(top, left))
+        rect = shown.one.rect
+        return self.of_patch(
+            shown.moved(int(event.y * height) - rect.height // 2, int(event.x * width) - rect.width // 2)
+        )
 
     def moved(self, event: Any, shown: Selection | None, top: float, left: float) -> Changes:
         return self.of_patch(required(shown).moved(top, left))
@@ -259,6 +266,10 @@ class ExplorerPage:
         numbers = {"size": int(size), "seed": int(seed or 0), "steps": int(steps)}
         picture = None if file is None else Path(file)
         return self.of_patch(self.explorer.with_patch(required(shown), kind, file=picture, **numbers))
+
+    def patch_chosen(self, event: Any, shown: Selection | None, which: int) -> Changes:
+        shown = replace(required(shown), chosen=int(which))
+        return {self.shown: shown, self.top: shown.one.top, self.left: shown.one.left}
 
     def kind_chosen(self, event: Any, kind: str) -> Changes:
         optimised = kind not in (NOISE, PICTURE)

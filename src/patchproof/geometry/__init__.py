@@ -7,14 +7,18 @@ from patchproof.geometry._masks import (
     MaskSet,
     PatchThreat,
     Rect,
+    Rects,
     Uncovered,
+    UncoveredPairs,
     Unions,
     covering_masks,
     inside,
     parse_patches,
     parse_size,
+    rects_of,
     size_words,
     square_side,
+    whole_size,
 )
 from patchproof.geometry._native import (
     Placement,
@@ -24,7 +28,17 @@ from patchproof.geometry._native import (
     placement,
     resize_weights,
 )
-from patchproof.geometry._places import all_places, as_rects, best_places, grid_places, hidden_by, mass_inside
+from patchproof.geometry._places import (
+    all_places,
+    as_places,
+    as_rects,
+    best_pairs,
+    best_places,
+    every_pair,
+    grid_places,
+    hidden_by,
+    mass_inside,
+)
 
 __all__ = [
     "Fields",
@@ -32,13 +46,18 @@ __all__ = [
     "PatchThreat",
     "Placement",
     "Rect",
+    "Rects",
     "Uncovered",
+    "UncoveredPairs",
     "Unions",
     "Windows",
     "all_places",
+    "as_places",
     "as_rects",
+    "best_pairs",
     "best_places",
     "covering_masks",
+    "every_pair",
     "grid_places",
     "hidden_by",
     "inside",
@@ -49,7 +68,9 @@ __all__ = [
     "parse_patches",
     "parse_size",
     "placement",
+    "rects_of",
     "resize_weights",
     "size_words",
     "square_side",
+    "whole_size",
 ]

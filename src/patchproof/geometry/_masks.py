@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations, product
-from math import isqrt
+from itertools import combinations, combinations_with_replacement, pairwise, product
+from math import comb, isqrt
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.types import InputError, Size
@@ -44,21 +45,30 @@ class Rect:
         return rows and self.left <= other.left and other.right <= self.right
 
 
-def inside(places: Int64[Tensor, "p 4"], image_size: Size) -> Bool[Tensor, "p 1 h w"]:
-    """True on the pixels of each place (top, left, height, width)."""
-    tops, lefts, heights, widths = places.T[..., None, None]
+Rects = Rect | tuple[Rect, ...]
+"""One rectangle, or the union of several."""
+
+
+def rects_of(shape: Rects) -> tuple[Rect, ...]:
+    return (shape,) if isinstance(shape, Rect) else shape
+
+
+def inside(places: Int64[Tensor, "p *k 4"], image_size: Size) -> Bool[Tensor, "p 1 h w"]:
+    """True on the pixels of each place (top, left, height, width), or of its k rectangles."""
+    tops, lefts, heights, widths = places.unflatten(0, (-1, 1))[..., None, None].movedim(-3, 0).flatten(2, -3)
     rows = torch.arange(image_size[0], device=places.device)[:, None]
     columns = torch.arange(image_size[1], device=places.device)
     found = (rows >= tops) & (rows < tops + heights) & (columns >= lefts) & (columns < lefts + widths)
-    return found[:, None]
+    return found.any(dim=1, keepdim=True)
 
 
-def whole_size(size: Sequence[int]) -> Size:
+def whole_size(size: Sequence[int], name: str = "a size") -> Size:
     """(height, width) as a tuple of plain integers, whatever sequence and integer type they came in."""
     try:
         height, width = map(index, size)
     except (TypeError, ValueError) as error:
-        raise InputError(f"a size is (height, width) in whole pixels, not {size!r}") from error
+        example = (size, size) if isinstance(size, int) else (224, 224)
+        raise InputError(f"{name} must be (height, width) in whole pixels, e.g. {example}, not {size!r:.60}") from error
     return height, width
 
 
@@ -73,9 +83,9 @@ def square_side(percent: float, image_size: Size) -> int:
 
 def parse_size(text: str) -> Size:
     """`224` or `224x320` (height x width)."""
-    match = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip())
+    match = re.fullmatch(r"(\d{1,4})(?:[x×](\d{1,4}))?", text.strip())
     if not match or 0 in (size := (int(match[1]), int(match[2] or match[1]))):
-        raise InputError(f"an image size looks like 224 or 224x320 (height x width), not `{text}`")
+        raise InputError(f"an image size looks like 224 or 224x320 (height x width), 1 to 9999 pixels, not `{text}`")
     return size
 
 
@@ -101,7 +111,7 @@ def size_words(*sizes: Size) -> str:
 
 @dataclass(frozen=True)
 class PatchThreat:
-    """𝓡: one patch of any of `patch_sizes` (height, width), anywhere inside an image of `image_size`.
+    """𝓡: one patch of any of `patch_sizes` (height, width), anywhere inside an image of `image_size`; or two at once.
 
     A smaller patch lies inside one of these, so the sizes are upper bounds.
     """
@@ -111,10 +121,13 @@ class PatchThreat:
     patches: int = 1
 
     def __post_init__(self) -> None:
-        if self.patches != 1:
-            raise InputError(f"patches must be 1, not {self.patches}: several patches at once are not supported yet")
-        object.__setattr__(self, "image_size", whole_size(self.image_size))
-        object.__setattr__(self, "patch_sizes", tuple(map(whole_size, self.patch_sizes or ())))
+        if self.patches not in (1, 2):
+            raise InputError(f"patches must be 1 or 2, not {self.patches}: more at once are not supported")
+        object.__setattr__(self, "image_size", whole_size(self.image_size, "image_size"))
+        sizes: Any = self.patch_sizes or ()
+        if not isinstance(sizes, Iterable) or any(isinstance(size, int) for size in sizes):
+            raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {sizes!r:.60}")
+        object.__setattr__(self, "patch_sizes", tuple(whole_size(size, "a patch size") for size in sizes))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -128,17 +141,25 @@ class PatchThreat:
                 )
 
     @classmethod
-    def square(cls, *, image_size: Size, percent: float | None = None, pixels: int | None = None) -> PatchThreat:
-        """One square patch, its side in pixels or as a share of the image's area."""
+    def square(
+        cls, *, image_size: Size, percent: float | None = None, pixels: int | None = None, patches: int = 1
+    ) -> PatchThreat:
+        """A square patch, its side in pixels or as a share of the image's area."""
         if (percent is None) == (pixels is None):
             raise InputError("give the patch either in percent or in pixels, e.g. percent=3 or pixels=39")
-        side = pixels if pixels is not None else square_side(percent, image_size)  # type: ignore[arg-type]
-        return cls(image_size, ((side, side),))
+        size = whole_size(image_size, "image_size")
+        side = pixels if pixels is not None else square_side(percent, size)  # type: ignore[arg-type]
+        return cls(size, ((side, side),), patches)
 
     @property
     def largest(self) -> Size:
         """The smallest (height, width) that contains every allowed patch."""
         return max(h for h, _ in self.patch_sizes), max(w for _, w in self.patch_sizes)
+
+    @property
+    def words(self) -> str:
+        """`one patch of 39×39 pixels`."""
+        return f"{'one patch' if self.patches == 1 else 'two patches'} of {size_words(*self.patch_sizes)} pixels"
 
 
 class Uncovered(Sequence[Rect]):
@@ -170,6 +191,31 @@ class Uncovered(Sequence[Rect]):
         return f"<{len(self)} uncovered patch positions>"
 
 
+class UncoveredPairs(Collection[tuple[Rect, Rect]]):
+    """The pairs of patch positions, in no order, that no mask hides together; counted by arithmetic."""
+
+    def __init__(self, cells: Sequence[Uncovered], hidden: Bool[np.ndarray, "n cells"]) -> None:
+        self._cells = cells
+        self._missed: list[tuple[int, int]] = []  # a cell, and a cell that is not before it
+        for first in range(len(cells)):
+            missed = ~hidden[hidden[:, first]].any(axis=0)
+            self._missed += [(first, first + int(other)) for other in np.flatnonzero(missed[first:])]
+
+    def __len__(self) -> int:
+        sizes = [len(cell) for cell in self._cells]
+        return sum(sizes[a] * (sizes[b] if a != b else sizes[a] + 1) // (1 + (a == b)) for a, b in self._missed)
+
+    def __iter__(self) -> Iterator[tuple[Rect, Rect]]:
+        for a, b in self._missed:
+            if a == b:
+                yield from combinations_with_replacement(self._cells[a], 2)
+            else:
+                yield from product(self._cells[a], self._cells[b])
+
+    def __contains__(self, pair: object) -> bool:
+        return any(pair in (found, found[::-1]) for found in self)
+
+
 @dataclass(frozen=True)
 class Unions:
     """The distinct m0 ∪ m1 over unordered pairs: `first[u]`, `second[u]` name one pair each, `of_pair[a, b]` is u.
@@ -187,55 +233,93 @@ class Unions:
 
 @dataclass(frozen=True)
 class MaskSet:
-    """𝓜: rectangles that hide pixels of an image."""
+    """𝓜: rectangles that hide pixels of an image; against two patches, unions of them."""
 
     image_size: Size
-    rects: tuple[Rect, ...]
+    rects: tuple[Rects, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
-        object.__setattr__(self, "rects", tuple(self.rects))
+        rects = tuple(mask if isinstance(mask, Rect) else tuple(mask) for mask in self.rects)
+        object.__setattr__(self, "rects", rects)
         image = Rect(0, 0, *self.image_size)
-        if not self.rects:
+        if not all(self.parts) or not self.rects:
             raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")
-        for rect in self.rects:
+        for rect in self.blocks:
             if rect.height < 1 or rect.width < 1 or not image.contains(rect):
                 raise InputError(f"{rect} is empty or not inside the {image.height}×{image.width} image")
 
     def __len__(self) -> int:
         return len(self.rects)
 
+    @property
+    def parts(self) -> tuple[tuple[Rect, ...], ...]:
+        """The rectangles of each mask."""
+        return tuple(map(rects_of, self.rects))
+
+    @property
+    def words(self) -> str:
+        """`3×3 masks`, or against two patches `45 unions of 3×3 masks`."""
+        try:
+            grid = f"{size_words((len(self.axes[0]), len(self.axes[1])))} masks"
+        except InputError:
+            return f"{len(self)} masks"
+        return grid if isinstance(self.rects[0], Rect) else f"{len(self)} unions of {grid}"
+
+    @cached_property
+    def blocks(self) -> tuple[Rect, ...]:
+        """The different rectangles that the masks are made of."""
+        return tuple(dict.fromkeys(rect for part in self.parts for rect in part))
+
+    @property
+    def numbers(self) -> list[Any]:
+        """`rects` as JSON: four numbers per rectangle, a list of rectangles for a union."""
+        lists = [[[r.top, r.left, r.height, r.width] for r in part] for part in self.parts]
+        return [rects[0] if isinstance(mask, Rect) else rects for mask, rects in zip(self.rects, lists, strict=True)]
+
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a pixel stays visible."""
-        places = torch.tensor([(r.top, r.left, r.height, r.width) for r in self.rects], device=device)
+        most = max(map(len, self.parts))
+        padded = [part + part[:1] * (most - len(part)) for part in self.parts]
+        places = torch.tensor([[(r.top, r.left, r.height, r.width) for r in part] for part in padded], device=device)
         return ~inside(places, self.image_size)
 
-    def uncovered(self, threat: PatchThreat) -> Uncovered:
-        """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering."""
+    @cached_property
+    def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:
+        """The edges of all masks, and which of the cells that they cut the image into each mask hides: small, exact."""
+        rows = sorted({0, self.image_size[0], *(edge for r in self.blocks for edge in (r.top, r.bottom))})
+        columns = sorted({0, self.image_size[1], *(edge for r in self.blocks for edge in (r.left, r.right))})
+        cells = np.zeros((len(self), len(rows) - 1, len(columns) - 1), dtype=bool)
+        for cell, part in zip(cells, self.parts, strict=True):
+            for r in part:
+                cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
+        return rows, columns, cells
+
+    def uncovered(self, threat: PatchThreat) -> Uncovered | UncoveredPairs:
+        """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering; of two patches, the pairs (r, r′)."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
-        # A mask hides the patches whose top-left corner lies in a box; the boxes' edges cut the plane of corners into
-        # at most (2n + 1)² cells, and a cell is hidden as a whole or not at all.
-        missed: list[tuple[Size, Interval, Interval]] = []
+        # A mask hides a patch that touches no visible cell. Which cells it touches changes only where one of its sides
+        # crosses an edge, so its top-left corners fall into boxes that are hidden as a whole or not at all.
+        rows, columns, cells = self._cells
+        boxes: list[tuple[Size, Interval, Interval]] = []
+        hidden: list[Bool[np.ndarray, "n boxes"]] = []
         for height, width in dict.fromkeys(threat.patch_sizes):
-            boxes = [(r.top, r.bottom - height + 1, r.left, r.right - width + 1) for r in self.rects]
-            boxes = [b for b in boxes if b[0] < b[1] and b[2] < b[3]]
-            rows = sorted({0, self.image_size[0] - height + 1, *(edge for b in boxes for edge in b[:2])})
-            columns = sorted({0, self.image_size[1] - width + 1, *(edge for b in boxes for edge in b[2:])})
-            hidden = np.zeros((len(rows) - 1, len(columns) - 1), dtype=bool)
-            for top, bottom, left, right in boxes:
-                hidden[rows.index(top) : rows.index(bottom), columns.index(left) : columns.index(right)] = True
-            for i, j in np.argwhere(~hidden).tolist():
-                missed.append(((height, width), (rows[i], rows[i + 1]), (columns[j], columns[j + 1])))
-        return Uncovered(missed)
+            (tops, down), (lefts, across) = _touches(rows, height), _touches(columns, width)
+            hidden.append((down @ (~cells).astype(np.float32) @ across.T == 0).reshape(len(self), -1))
+            boxes += [((height, width), y, x) for y, x in product(pairwise(tops), pairwise(lefts))]
+        if threat.patches == 2:
+            return UncoveredPairs([Uncovered([box]) for box in boxes], np.concatenate(hidden, axis=1))
+        missed = np.flatnonzero(~np.concatenate(hidden, axis=1).any(axis=0))
+        return Uncovered([boxes[number] for number in missed])
 
     @cached_property
     def axes(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-        """The row and column intervals whose product, row by row, is this mask set."""
-        rows = tuple(sorted({(r.top, r.bottom) for r in self.rects}))
-        columns = tuple(sorted({(r.left, r.right) for r in self.rects}))
+        """The row and column intervals whose product, row by row, is this mask set, or what its pairs are made of."""
+        rows = tuple(sorted({(r.top, r.bottom) for r in self.blocks}))
+        columns = tuple(sorted({(r.left, r.right) for r in self.blocks}))
         grid = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
-        if grid != self.rects:
+        if self.rects not in (grid, _pairs(grid)):
             raise InputError("these masks are not a grid of rows and columns, so they have no axes")
         return rows, columns
 
@@ -250,13 +334,16 @@ class MaskSet:
     def alike(self) -> bool:
         """Different masks of one size, as a covering grid has them. Then different pairs have different unions: the
         bounding box of a union leaves two pairs of corners, and its top-left pixel belongs to one of them only."""
-        same_size = len({(r.height, r.width) for r in self.rects}) == 1
-        return same_size and len(set(self.rects)) == len(self.rects)
+        same_size = len({(r.height, r.width) for r, *_ in self.parts}) == 1
+        return same_size and len(set(self.rects)) == len(self.rects) and all(len(part) == 1 for part in self.parts)
 
     @property
     def union_count(self) -> int:
-        """How many `unions` there are; where the masks are alike, they are not made for it."""
-        return len(self) * (len(self) + 1) // 2 if self.alike else len(self.unions)
+        """How many `unions` there are at most, without making them: as many as pairs, and as sets of the rectangles
+        that two masks have. There are fewer where a rectangle lies inside a union of others."""
+        most = 2 * max(map(len, self.parts))
+        sets = sum(comb(len(self.blocks), count) for count in range(1, most + 1))
+        return min(len(self) * (len(self) + 1) // 2, sets)
 
     @cached_property
     def unions(self) -> Unions:
@@ -267,22 +354,24 @@ class MaskSet:
             of_pair[every, every] = every
             of_pair[a, b] = of_pair[b, a] = len(self) + torch.arange(len(a))
             return Unions(torch.cat([every, a]), torch.cat([every, b]), of_pair)
-        # Each mask as a set of the cells that all masks' edges cut the image into: small, and exact.
-        rows = sorted({edge for r in self.rects for edge in (r.top, r.bottom)})
-        columns = sorted({edge for r in self.rects for edge in (r.left, r.right)})
-        cells = np.zeros((len(self), len(rows), len(columns)), dtype=bool)
-        for cell, r in zip(cells, self.rects, strict=True):
-            cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
-        ids: dict[bytes, int] = {}
-        named: list[tuple[int, int]] = []
-        of_pair = torch.empty(len(self), len(self), dtype=torch.int64)
-        for a, b in [*((a, a) for a in range(len(self))), *combinations(range(len(self)), 2)]:
-            union = ids.setdefault((cells[a] | cells[b]).tobytes(), len(named))
-            if union == len(named):
-                named.append((a, b))
-            of_pair[a, b] = of_pair[b, a] = union
-        first, second = torch.tensor(named).T
-        return Unions(first, second, of_pair)
+        hidden = np.packbits(self._cells[2].reshape(len(self), -1), axis=1)
+        single, (left, right) = np.arange(len(self)), np.triu_indices(len(self), 1)
+        first, second = np.concatenate([single, left]), np.concatenate([single, right])
+        pairs = hidden[first] | hidden[second]
+        _, named, union = np.unique(pairs.view(f"V{pairs.shape[1]}")[:, 0], return_index=True, return_inverse=True)
+        order = named.argsort()  # in the order of the pairs, of which `named` has the first of each union
+        numbers = np.empty((len(self), len(self)), dtype=np.int64)
+        numbers[first, second] = numbers[second, first] = order.argsort()[union]
+        return Unions(*map(torch.from_numpy, (first[named[order]], second[named[order]], numbers)))
+
+
+def _touches(edges: Sequence[int], length: int) -> tuple[list[int], Float[np.ndarray, "starts cells"]]:
+    """Where a patch of this length may start on an axis, cut where it begins or ends to touch a cell between two edges
+    (with the end of the last stretch); and which cells it touches from each start on."""
+    end = edges[-1] - length + 1
+    starts = sorted({start for edge in edges for start in (edge, edge - length + 1) if 0 <= start <= end} | {0, end})
+    cells = [[a - length < start < b for a, b in pairwise(edges)] for start in starts[:-1]]
+    return starts, np.array(cells, dtype=np.float32)
 
 
 def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, ...]:
@@ -305,12 +394,24 @@ def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, 
 def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], align: Size | None = None) -> MaskSet:
     """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2).
 
-    With `align` (height, width), their edges are at multiples of it.
+    Against two patches, these and the unions of every two of them: a union of the masks that hide one patch each hides
+    both. With `align` (height, width), their edges are at multiples of it.
     """
-    counts = (per_axis, per_axis) if isinstance(per_axis, int) else per_axis
+    if not isinstance(threat, PatchThreat):
+        raise InputError(
+            f"threat must be a pp.PatchThreat, e.g. pp.PatchThreat((224, 224), ((39, 39),)), not {threat!r}"
+        )
+    counts = per_axis if isinstance(per_axis, tuple) else (per_axis, per_axis)
+    if len(counts) != 2 or not all(isinstance(count, int) for count in counts):
+        raise InputError(f"per_axis must be a whole number, or one for rows and one for columns, not {per_axis!r}")
     rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     rects = tuple(Rect(a, c, b - a, d - c) for (a, b), (c, d) in product(rows, columns))
-    return MaskSet(threat.image_size, rects)
+    return MaskSet(threat.image_size, rects if threat.patches == 1 else _pairs(rects))
+
+
+def _pairs(rects: Sequence[Rect]) -> tuple[tuple[Rect, ...], ...]:
+    """Every rectangle alone, then the unions of two."""
+    return (*((rect,) for rect in rects), *combinations(rects, 2))
 
 
 def _axis_masks(n: int, p: int, k: int, unit: int = 1) -> list[Interval]:

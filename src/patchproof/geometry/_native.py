@@ -57,15 +57,17 @@ def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessin
     return Rect(top, left, bottom - top + 1, right - left + 1)
 
 
-def native_threat(*, native_size: Size, patch_sizes: Sequence[Size], preprocessing: Preprocessing) -> PatchThreat:
+def native_threat(
+    *, native_size: Size, patch_sizes: Sequence[Size], preprocessing: Preprocessing, patches: int = 1
+) -> PatchThreat:
     """𝓡 at the network input for a patch on the original image: its largest footprint through resize and crop.
 
     A 5×5 patch on a 32×32 image touches up to 55×55 pixels of its bicubic 224×224 copy, not 35×35.
     """
-    native = PatchThreat(native_size, tuple(patch_sizes))
+    native = PatchThreat(native_size, tuple(patch_sizes), patches)
     rows, columns = _influences(native_size, preprocessing)
     sizes = tuple((_longest_reach(rows, h), _longest_reach(columns, w)) for h, w in native.patch_sizes)
-    return PatchThreat(placement(preprocessing, native_size).size, sizes)
+    return PatchThreat(placement(preprocessing, native_size).size, sizes, patches)
 
 
 def _influences(native_size: Size, preprocessing: Preprocessing) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,16 @@ from patchproof.masking._checks import check_classifier
 from patchproof.masking._drift import Drift, margin_changes, measure_drift
 from patchproof.masking._ensemble import Ensemble
 from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
-from patchproof.masking._images import MaskedForward, as_images, fill_colour, images_ahead, masks_for, occlude, show
+from patchproof.masking._images import (
+    MaskedForward,
+    as_images,
+    fill_colour,
+    images_ahead,
+    masks_for,
+    occlude,
+    require_images,
+    show,
+)
 from patchproof.masking._logits import label_margin, label_range, require_classes, top_two
 from patchproof.masking._memory import Measured, default_batch, out_of_memory
 from patchproof.masking._objective import Aim, CleanAnswers, Objective, Views
@@ -47,6 +56,7 @@ __all__ = [
     "occlude",
     "out_of_memory",
     "require_classes",
+    "require_images",
     "show",
     "tf32",
     "top_two",

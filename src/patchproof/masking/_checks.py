@@ -13,14 +13,13 @@ from patchproof.geometry import Fields, MaskSet
 from patchproof.masking._arithmetic import network
 from patchproof.masking._drift import COPIES, Drift, measure_drift
 from patchproof.masking._evaluator import Copies, Evaluator
+from patchproof.masking._images import require_images
 from patchproof.masking._memory import Measured, out_of_memory
 from patchproof.settings import Engine
 from patchproof.types import CheckError, Classifier, InputError, Precision
 
 COMPILE_AFTER = 30.0
 """Seconds of passes ahead of a GPU that make compiling, which takes 5 to 15, worth while."""
-
-FAILURES = (RuntimeError, AssertionError, ValueError, IndexError, TypeError, AttributeError)
 
 
 def check_classifier(
@@ -39,7 +38,9 @@ def check_classifier(
     precisions beside float32. The engine returned has τ, a batch size that fits into memory, and in place of `auto`
     whatever is fastest, the passes decided again counted in; `work` is the number of passes ahead.
     """
-    _check_images(images, masks)
+    require_images(images, masks.image_size)
+    if not len(images):
+        raise InputError("images must be at least one, to measure τ on")
     engine = engine or Engine()
     settled = engine.compile is True and engine.precision != "auto"
     evaluator = Evaluator(classifier, replace(engine, precision=engine.fast, compile=settled))
@@ -77,41 +78,21 @@ def check_classifier(
     return measured, drift
 
 
-def _check_images(images: Tensor, masks: MaskSet | Fields) -> None:
-    if images.ndim != 4 or not images.numel() or tuple(images.shape[-2:]) != masks.image_size:
-        raise InputError(
-            f"images must be (images, channels, height, width), at least one, of the masks' {masks.image_size}, not of "
-            f"{tuple(images.shape)}"
-        )
-    smallest, largest = torch.stack(images.aminmax()).tolist()
-    if not (images.is_floating_point() and 0 <= smallest <= largest <= 1):
-        raise InputError(
-            f"images must be floats in [0, 1], not {images.dtype} from {smallest:.9g} to {largest:.9g}; divide bytes "
-            "by 255, and leave normalisation to the classifier"
-        )
-
-
 def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copies, num_classes: int | None) -> None:
     """The engine's own passes; from here on they work, in chunks that fit."""
     try:
-        logits = evaluator.evaluate(images, keep, copies, _checked_logits)
+        logits = evaluator.evaluate(images, keep, copies, lambda logits, _: logits)
         if evaluator.engine.compile and len(copies.image) < evaluator.chunk:  # only whole chunks are compiled
-            evaluator.evaluate(images, keep, copies.padded(evaluator.chunk), _checked_logits)
-    except CheckError:
-        raise
-    except FAILURES as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        shape = tuple(images.shape[1:])
-        if out_of_memory(error):
-            raise CheckError(f"not even one image of {shape} fits into memory: {first_line}") from error
+            evaluator.evaluate(images, keep, copies.padded(evaluator.chunk), lambda logits, _: logits)
+    except CheckError as error:
         if evaluator.engine.compile and _works_eagerly(evaluator.classifier, images, keep):
-            raise CheckError(
-                f"torch.compile cannot compile this classifier ({first_line}); use compile=False"
-            ) from error
-        raise CheckError(
-            f"the classifier does not accept images of {shape} (channels, height, width): {first_line}; "
-            "choose the image size it was built for"
-        ) from error
+            raise CheckError(f"torch.compile cannot compile this classifier ({error}); use compile=False") from error
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        shape, words = tuple(images.shape[1:]), " ".join(str(error).split()[:30])
+        raise CheckError(f"not even one image of {shape} fits into memory: {words}") from error
     classes = int(logits.shape[1])
     if classes < 2 or (num_classes is not None and classes != num_classes):
         raise CheckError(
@@ -120,19 +101,9 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
         )
 
 
-def _checked_logits(logits: Tensor, rows: Tensor | slice) -> Tensor:
-    count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    if logits.ndim != 2 or len(logits) != count:
-        raise CheckError(
-            f"the classifier maps {count} images to {tuple(logits.shape)}; it must return logits of shape ({count}, "
-            "classes)"
-        )
-    return logits
-
-
 def _works_eagerly(classifier: Classifier, images: Tensor, keep: Tensor) -> bool:
     try:
         network(classifier)(images[:1], keep[:1])
-    except FAILURES:
+    except CheckError:
         return False
     return True

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from patchproof.masking._images import show
+from patchproof.models import mask_colour
 from patchproof.types import Classifier, InputError, Interpolation, Size
 
 
@@ -23,8 +24,11 @@ class Ensemble(nn.Module):
 
     def __init__(self, members: Sequence[Classifier]) -> None:
         super().__init__()
-        if not members:
-            raise InputError("an ensemble needs at least one member, got none; e.g. Ensemble([first, second])")
+        if not isinstance(members, Sequence) or not members:
+            raise InputError(
+                "members must be a list of at least one classifier, e.g. pp.Ensemble([first, second]), not "
+                f"{members!r:.40}"
+            )
         self.members = list(members)
         self.networks = nn.ModuleList([member for member in members if isinstance(member, nn.Module)])
         self.input_size: Size | None = self._agreed("input_size")
@@ -37,13 +41,14 @@ class Ensemble(nn.Module):
         names = [getattr(member, "architecture", type(member).__name__) for member in members]
         self.architecture = f"ensemble of {', '.join(names)}"
         self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"
-        if hasattr(members[0], "fill"):
-            self.fill: tuple[float, ...] = tuple(members[0].fill)
+        fill = mask_colour(members[0])
+        if fill is not None:
+            self.fill = fill
         self.training = self.networks.training = any(network.training for network in self.networks)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Log-probabilities of images in [0, 1], in float32."""
-        return _log_mean([member(images) for member in self.members])
+        return _log_mean([show(member, images, None) for member in self.members])
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
         """Of masked images: each member is shown them its own way."""

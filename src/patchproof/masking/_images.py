@@ -5,16 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
-from patchproof.types import Classifier, InputError
+from patchproof.masking._memory import out_of_memory
+from patchproof.models import failure, mask_colour
+from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
 
 Item = TypeVar("Item")
+
+
+def require_images(images: Any, image_size: Size) -> None:
+    """Refuse what is no batch of float32 images in [0, 1] of this size."""
+    if not isinstance(images, Tensor) or images.dtype != torch.float32:
+        raise InputError(
+            f"images must be a float32 tensor with values in [0, 1], not {kind_of(images)}; e.g. "
+            "torch.as_tensor(images).float(), bytes divided by 255"
+        )
+    if images.ndim != 4 or tuple(images.shape[-2:]) != image_size:
+        raise InputError(
+            f"images must have the shape (images, channels, height, width) with the threat's height and width "
+            f"{image_size}, not {tuple(images.shape)}; resize or permute them, or build the threat and masks for their "
+            "size"
+        )
+    smallest, largest = torch.stack(images.aminmax()).tolist() if images.numel() else (0, 0)
+    if not 0 <= smallest <= largest <= 1:  # NaN fails too
+        raise InputError(
+            f"images must have values in [0, 1], not from {smallest:.9g} to {largest:.9g}; divide bytes by 255, and "
+            "leave normalisation to the classifier"
+        )
 
 
 def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c h w"]:
@@ -57,8 +80,7 @@ def images_ahead(
 def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"]:
     """The colour of a masked pixel: the classifier's `fill`, else mid-grey."""
     channels = images.shape[1]
-    fill = getattr(classifier, "fill", None)
-    values = (0.5,) * channels if fill is None else tuple(map(float, fill))
+    values = mask_colour(classifier) or (0.5,) * channels
     if len(values) != channels:
         raise InputError(f"the classifier's fill has {len(values)} channels, the images have {channels}")
     return _constant(values, images.dtype, images.device)
@@ -85,11 +107,28 @@ def show(
     A classifier with a method `masked(images, keep)` says for itself what a hidden pixel means. It gets the images with
     the hidden pixels filled all the same: a certificate must not depend on its looking away.
     """
-    if keep is None:
-        return classifier(images)
-    masked = occlude(images, keep, fill_colour(classifier, images))
-    own = getattr(classifier, "masked", None)
-    return classifier(masked) if own is None else own(masked, keep)
+    masked = images if keep is None else occlude(images, keep, fill_colour(classifier, images))
+    try:
+        own = None if keep is None else getattr(classifier, "masked", None)
+        logits: Any = classifier(masked) if own is None else own(masked, keep)
+    except Exception as error:
+        if isinstance(error, PatchproofError) or out_of_memory(error):
+            raise
+        raise CheckError(
+            f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
+            f"{failure(error)}; is that the size it was built for?"
+        ) from error
+    if not isinstance(logits, Tensor):
+        raise CheckError(
+            f"the classifier returns a {type(logits).__name__}, not a tensor of logits (images, classes); wrap it in a "
+            "module whose forward returns the logits alone, e.g. model(images)[0] or model(images).logits"
+        )
+    if logits.ndim != 2 or len(logits) != len(images):
+        raise CheckError(
+            f"the classifier maps {len(images)} images to {tuple(logits.shape)}; it must return logits of shape "
+            f"({len(images)}, classes)"
+        )
+    return logits
 
 
 def masks_for(classifier: Classifier, threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:

@@ -15,6 +15,9 @@ from torch import Tensor
 from patchproof.geometry import mass_inside
 from patchproof.types import Size
 
+VIEWS_AT_ONCE = 1024
+"""Two patches have tens of thousands of views, whose pixels would not fit into memory together."""
+
 
 @dataclass(frozen=True)
 class Views:
@@ -80,10 +83,11 @@ class CleanAnswers:
     def __getitem__(self, rows: Tensor) -> CleanAnswers:
         return CleanAnswers(self.views, self.labels[rows], self.logits[rows])
 
-    def shows(self, places: Int64[Tensor, "b 4"]) -> Bool[Tensor, "b u"]:
-        """Which views show part of the patch?"""
+    def shows(self, places: Int64[Tensor, "b *k 4"]) -> Bool[Tensor, "b u"]:
+        """Which views show part of the patch, or of one of two?"""
         every = torch.arange(len(self.views.first), device=self.views.first.device)
-        return mass_inside(self.views.shown(every)[:, 0].float(), places).T > 0.5
+        found = [mass_inside(self.views.shown(some)[:, 0].float(), places) for some in every.split(VIEWS_AT_ONCE)]
+        return torch.cat(found).T > 0.5
 
 
 class Objective(ABC):
@@ -94,7 +98,7 @@ class Objective(ABC):
         """The views of an image that the objective reads."""
 
     @abstractmethod
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
+    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         """The copies to change in each image with a patch at this place; later attempts may choose others."""
 
     @abstractmethod

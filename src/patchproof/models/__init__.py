@@ -16,6 +16,7 @@ from patchproof.models._classifier import (
     ImageClassifier,
     adopt,
     classifier_summary,
+    mask_colour,
     match_labels,
     rewrap,
     weights_sha256,
@@ -30,7 +31,7 @@ from patchproof.models._load import (
     replace_head,
 )
 from patchproof.models._networks import NETWORKS
-from patchproof.models._state import write_state
+from patchproof.models._state import failure, write_state
 from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "checkpoint_sha256",
     "classifier_summary",
     "embedded_checkpoint",
+    "failure",
     "file_sha256",
     "fingerprint",
     "is_whole",
@@ -52,6 +54,7 @@ __all__ = [
     "load_checkpoint",
     "load_classifier",
     "margin_bounds",
+    "mask_colour",
     "match_labels",
     "passable_layers",
     "replace_head",

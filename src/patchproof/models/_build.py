@@ -19,7 +19,7 @@ from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
 from patchproof.models._networks import NETWORKS
-from patchproof.models._state import State, first_line, load_state, read_state
+from patchproof.models._state import State, failure, first_line, load_state, read_state
 from patchproof.types import InputError, Interpolation, Size
 
 # Arguments of timm.create_model that decide where weights are read from: never taken from a file.
@@ -217,7 +217,7 @@ def require_runs(classifier: ImageClassifier) -> int:
             logits = classifier.eval().module(torch.zeros(shape))  # zero = the mean colour, normalised
     except Exception as error:  # the network is anybody's code
         raise InputError(
-            f"{classifier.architecture} cannot take images of {wanted} ({first_line(error)}); "
+            f"{classifier.architecture} cannot take images of {wanted}: {failure(error)}; "
             "give the input size it was made for"
         ) from error
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
@@ -243,7 +243,7 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
         takes_classes = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
         module = factory(**{"num_classes": num_classes} if takes_classes and num_classes is not None else {})
     except Exception as error:  # the factory is the user's code
-        raise InputError(f"{spec} failed when called ({type(error).__name__}: {first_line(error)})") from error
+        raise InputError(f"{spec} failed when called: {failure(error)}") from error
     if not isinstance(module, nn.Module):
         raise InputError(f"{spec} must return a torch.nn.Module or an ImageClassifier, got {type(module).__name__}")
     module = module.to("cpu", torch.float32)  # what follows runs it once
@@ -278,7 +278,7 @@ def _factory(spec: str) -> Callable[..., Any]:
             module = importlib.import_module(location)
     except Exception as error:  # the module is the user's code
         raise InputError(
-            f"{location!r} failed when imported ({type(error).__name__}: {first_line(error)}); "
+            f"{location!r} failed when imported: {failure(error)}; "
             "expected package.module:factory or path/to/file.py:factory"
         ) from error
     factory = getattr(module, name, None)

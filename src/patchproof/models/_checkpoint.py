@@ -133,7 +133,9 @@ def read_record(folder: Path) -> dict[str, Any]:
             raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({first_line(error)}); take another checkpoint") from error
     if not isinstance(record, dict) or not _alike(record.get("schema"), 1):
         raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")
@@ -188,6 +190,8 @@ def _beside(folder: Path, word: str) -> Path:
 
 
 def _to_disk(path: Path) -> None:
+    if os.name == "nt":  # Windows flushes only what was opened for writing, and no folder
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

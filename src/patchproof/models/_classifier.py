@@ -57,7 +57,10 @@ class ImageClassifier(nn.Module):
         self.module = module
         self.shift: tuple[float, ...] = tuple(map(float, mean))
         self.scale: tuple[float, ...] = tuple(map(float, std))
-        self.fill: tuple[float, ...] = self.shift if fill is None else tuple(map(float, fill))
+        self.fill: Any = self.shift
+        if fill is not None:
+            self.fill = fill
+            self.fill = mask_colour(self)
         # Not persistent: the state dict is the network's own; mean and std travel in classifier.json.
         self.register_buffer("mean", torch.tensor(self.shift), persistent=False)
         self.register_buffer("std", torch.tensor(self.scale), persistent=False)
@@ -208,7 +211,7 @@ def _check_settings(it: ImageClassifier) -> None:
         raise InputError(f"mean must be within [0, 1] as the images are, got {it.shift}; divide 0-255 values by 255")
     if not all(value > 0 and math.isfinite(value) for value in it.scale):
         raise InputError(f"std must be positive and finite, got {it.scale}")
-    if len(it.fill) != channels or not all(0 <= value <= 1 for value in it.fill):
+    if len(it.fill) != channels:
         raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {it.fill}")
     if len(it.input_size) != 2 or min(it.input_size) < 1:
         raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {it.input_size}")
@@ -222,6 +225,22 @@ def _check_settings(it: ImageClassifier) -> None:
     if names is not None and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
+
+
+def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
+    """The classifier's `fill` as plain numbers; None where it has none, which means mid-grey."""
+    fill = getattr(classifier, "fill", None)
+    if fill is None:
+        return None
+    try:
+        values = tuple(map(float, fill))
+    except (TypeError, ValueError):
+        values = ()
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise InputError(
+            f"the classifier's fill must be one number in [0, 1] per channel, e.g. (0.5, 0.5, 0.5), not {fill!r:.60}"
+        )
+    return values
 
 
 def weights_sha256(classifier: Classifier) -> str | None:
@@ -264,7 +283,7 @@ def classifier_summary(classifier: Classifier) -> dict[str, Any]:
         "class_names": listed("class_names"),
         "mean": listed("shift"),
         "std": listed("scale"),
-        "fill": listed("fill"),
+        "fill": None if (fill := mask_colour(classifier)) is None else list(fill),
         "input_size": listed("input_size"),
         "drop_tokens": bool(getattr(classifier, "drop_tokens", False)),
         "parameters": sum(parameter.numel() for parameter in parameters),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from patchproof.geometry import whole_size
 from patchproof.models import _build
 from patchproof.models._build import ZOO, build_network, build_timm, is_own, split_name, tags_of, trained_class_names
 from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
@@ -79,7 +80,8 @@ def load_classifier(
     if names is not None and num_classes not in (None, len(names)):
         raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
     classes = num_classes if names is None else len(names)
-    request = _Request(model, weights, classes, names, input_size, seed, drop_tokens)
+    size = None if input_size is None else whole_size(input_size, "input_size")
+    request = _Request(model, weights, classes, names, size, seed, drop_tokens)
     with seeded(seed):
         return _finish(_find(request), request)
 

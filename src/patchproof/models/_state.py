@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import traceback
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from patchproof.types import CheckError, InputError
+
+TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model", "model_state_dict")
@@ -29,6 +33,13 @@ def read_state(path: Path) -> State:
         raise InputError(f"no weight file {path}; check the path, or give `random`, a timm tag or a hub id")
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix.lower() != ".safetensors" and start not in (b"P", b"\x80"):  # of a zip archive, of a pickle
+        raise InputError(f"{path} holds no weights: it does not begin as files of torch.save do; give another file")
     try:
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -119,6 +130,18 @@ def require_finite(module: nn.Module, *, where: str) -> None:
 def first_line(error: BaseException) -> str:
     """What an error of another library says, short enough to stand inside one line of ours."""
     return str(error).strip().split("\n")[0][:160] or type(error).__name__
+
+
+def failure(error: BaseException) -> str:
+    """`KeyError: 'x' (net.py:12, in forward)`: an error in somebody's own code, with its innermost line that is neither
+    torch's nor ours."""
+    frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = TORCH, OURS, Path(importlib.__file__).parent
+    theirs = [frame for path, frame in frames if path.is_file() and not any(map(path.is_relative_to, ours))]
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    if isinstance(error, SyntaxError):  # its line has no frame
+        place = f" ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 def _compare(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[tuple[int, int] | None, str]:

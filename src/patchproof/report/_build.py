@@ -268,7 +268,7 @@ def _side_by_side(
 def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]) -> tuple[str, str]:
     if len(certified) == 1:
         run = certified[0]
-        threat = f"one patch of {run.patch_words} anywhere on the image"
+        threat = f"{'one patch of ' * (run.patches == 1)}{run.patch_words} anywhere on the image"
         words = f"Certified {run.guarantee} against {threat}; {run.defense}, {run.masks_words}; run {run.name}"
         return f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}", words
     if not certified:

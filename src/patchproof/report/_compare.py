@@ -138,7 +138,8 @@ def paper_numbers(run: StoredCertification, strategy: str | None) -> list[PaperN
         for cell in recipe.expectations if recipe else ():
             if not cell.patch.endswith("%") and size != PAPER_INPUT:
                 continue  # the paper's pixels are those of 224×224
-            if run.axes == (cell.masks, cell.masks) and run.patch_sizes == parse_patches(cell.patch, size):
+            same_masks = run.patches == 1 and run.axes == (cell.masks, cell.masks)
+            if same_masks and run.patch_sizes == parse_patches(cell.patch, size):
                 found.append(PaperNumber(cell.certified, cell.defended, ", ".join(different) or None))
     return found
 

@@ -25,7 +25,9 @@ FEW = 10
 FEW_PER_CLASS = 5
 """With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
 
-MORE_MASKS = 6
+MORE_MASKS = {1: 6, 2: 4}
+"""Masks per axis that are recommended, by the number of patches."""
+
 STRONG = "greedy"
 GAP = 0.10
 MOST_STEPS = 5
@@ -50,8 +52,11 @@ def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     where = "on the original image, before resizing" if native == {True} else "at the network's input, after resizing"
     if len(native) > 1:
         where = "at the network's input or on the original image, as each run says"
+    most = {1: "two patches at once", 2: "three patches at once"}
+    counts = {run.patches for run in runs}
+    more = most[counts.pop()] if len(counts) == 1 else "more patches at once than a run says"
     found = [
-        f"Patches that do not fit into {shown} ({where}), other shapes that reach beyond it, and two patches at once.",
+        f"Patches that do not fit into {shown} ({where}), other shapes that reach beyond it, and {more}.",
         "Changes outside the patch: noise, blur, light, rotation, another crop, or an object put into the scene.",
         "Images that are not certified: some of them may still hold, nothing is proved about them.",
         "Other images: a certificate is about one image. The rate is an estimate for images drawn like these, not for "
@@ -122,7 +127,7 @@ def conclude_one(one: TracedRun) -> Conclusion:
     if not rate.n:
         return Conclusion(["There is no record yet, so there is nothing to conclude."], _unfinished(run))
     low, high = rate.interval
-    what = f"{GUARANTEES[run.guarantee]} of {run.patch_words}".replace("such patch", "patch")
+    what = GUARANTEES[run.guarantee].replace("such patch", f"{'patch of ' * (run.patches == 1)}{run.patch_words}")
     verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
     if not rate.k:
         verdict = [f"No image of {rate.n:,} is certified (95% interval {interval_words(rate)})."]
@@ -222,11 +227,11 @@ def next_steps(one: TracedRun) -> list[str]:
 
 def _more_masks(run: StoredCertification) -> list[str]:
     """More masks are smaller ones: each hides less that the network would need."""
-    if run.defense != "patchcleanser" or run.axes is None or run.masks is None or max(run.axes) >= MORE_MASKS:
+    per_axis = MORE_MASKS[run.patches]
+    if run.defense != "patchcleanser" or run.axes is None or run.masks is None or max(run.axes) >= per_axis:
         return []
-    threat = PatchThreat(run.masks.image_size, run.patch_sizes)
-    more = covering_masks(threat, per_axis=MORE_MASKS)
-    now, then = (max((r.height, r.width) for r in masks.rects) for masks in (run.masks, more))
+    more = covering_masks(PatchThreat(run.masks.image_size, run.patch_sizes, run.patches), per_axis=per_axis)
+    now, then = (max((r.height, r.width) for r in masks.blocks) for masks in (run.masks, more))
     if then >= now:
         return []
     passes = f"{len(more.unions):,} different masked copies per image instead of {len(run.masks.unions):,}"

@@ -39,13 +39,18 @@ def guarantee_note(runs: Iterable[StoredCertification]) -> str:
     return "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found) + "."
 
 
+def guarantee_words(run: StoredCertification) -> str:
+    """What a certificate of this run promises."""
+    return GUARANTEES[run.guarantee].replace("such patch", "such patch" if run.patches == 1 else "two such patches")
+
+
 def meanings(run: StoredCertification) -> dict[str, str]:
     """What each accuracy is about."""
     through = "double masking" if run.defense == "patchcleanser" else f"the defence {run.defense}"
     return {
         "undefended": "clean images, the classifier alone",
         "defended": f"clean images, through {through}",
-        "certified": f"{run.guarantee}: {GUARANTEES[run.guarantee]}, provably",
+        "certified": f"{run.guarantee}: {guarantee_words(run)}, provably",
     }
 
 
@@ -155,7 +160,7 @@ def settings_table(run: StoredCertification, strategy: str | None) -> Table:
         "network input": "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels",
         "patch": run.patch_words,
         "defence": run.defense,
-        "guarantee": f"{run.guarantee}: {GUARANTEES[run.guarantee]}",
+        "guarantee": f"{run.guarantee}: {guarantee_words(run)}",
         "masks": run.masks_words,
         "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
         "precision": run.precision,

@@ -117,36 +117,41 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
     image = _image(run, source, record)
     if image is None or record.attack is None:
         return None
-    found = kept_patch(run.folder / "patches" / f"{record.index}.safetensors", name)
-    patch, place, label = found or (None, None, None)
+    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name) or ({}, None)
     if name == "defended":  # of which the record itself speaks
-        patch = patch if place == record.attack.place else None
-        place, label = record.attack.place, record.attack.attacked_label
-    rect = None if place is None else Rect(*place)
-    if rect is None or not (rect.height and rect.width and Rect(0, 0, *image.shape[1:]).contains(rect)):
+        kept = {place: kept.get(place) for place in record.attack.places}
+        label = record.attack.attacked_label
+    rects, whole = [Rect(*place) for place in kept], Rect(0, 0, *image.shape[1:])
+    if not rects or not all(rect.height and rect.width and whole.contains(rect) for rect in rects):
         return None
-    shown = hidden(image, (rect,), run.fill)
-    fits = patch is not None and patch.shape == (len(image), rect.height, rect.width)
-    if patch is not None and fits:
-        shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
+    shown, fits = hidden(image, rects, run.fill), True
+    for rect, patch in zip(rects, kept.values(), strict=True):
+        fits = fits and patch is not None and patch.shape == (len(image), rect.height, rect.width)
+        if patch is not None and fits:
+            shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
+    patches, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
     return replace(
         _plain_card(run, record, image),
         masked=data_uri(shown),
-        rects=(rect,),
-        how="with the patch" if fits else "where the patch was",
+        rects=tuple(rects),
+        how=f"with the {patches}" if fits else f"where the {patches} {were}",
         answered=None if label is None else run.class_name(label),
         patched=fits,
     )
 
 
-def kept_patch(path: Path, name: str) -> tuple[Float[Tensor, "c p q"], tuple[int, int, int, int], int] | None:
-    """A patch with its place and the answer to it, as the attack left them; None where they are missing or damaged."""
+def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int] | None:
+    """Patches (c p q) by their place and the answer to them, as the attack left them; None where they are missing or
+    damaged."""
     try:
-        found = load_file(path)
-        patch, place, label = found[name], found[f"{name}_place"], found[f"{name}_label"]
-        top, left, height, width = map(int, place)
-        sound = patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())
-        return (patch.float(), (top, left, height, width), int(label)) if sound else None
+        found, patches = load_file(path), dict[tuple[int, ...], Tensor | None]()
+        for one in (name, f"{name}_2"):
+            if one in found or one == name:
+                patch, (top, left, height, width) = found[one], map(int, found[f"{one}_place"])
+                if not (patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())):
+                    return None
+                patches[top, left, height, width] = patch.float()
+        return patches, int(found[f"{name}_label"])
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
         return None
 
@@ -196,18 +201,20 @@ def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...],
     if run.masks is None or not numbers or not isinstance(found, Mapping):
         return (), None
     label = found.get("label")
-    return tuple(run.masks.rects[number] for number in numbers), label if type(label) is int else None
+    return tuple(run.masks.blocks[number] for number in numbers), label if type(label) is int else None
 
 
 def witness_masks(run: StoredCertification, record: Record) -> tuple[int, ...]:
-    """The numbers of the masks that decided, each once; none where the record has no witness that fits the run."""
+    """The numbers of the masks that decided, each once, and of unions those of their parts; none where the record has
+    no witness that fits the run."""
     found = record.evidence.get("witness")
     masks = found.get("masks") if isinstance(found, Mapping) else None
     if run.masks is None or not isinstance(masks, list):
         return ()
     if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
         return ()
-    return tuple(dict.fromkeys(masks))
+    parts = run.masks.parts
+    return tuple(dict.fromkeys(run.masks.blocks.index(rect) for number in masks for rect in parts[number]))
 
 
 def hidden(

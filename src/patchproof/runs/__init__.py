@@ -1,7 +1,7 @@
 """Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
 
 from patchproof.runs._certify import AttackResults, attack, certify
-from patchproof.runs._cost import Cost, estimate_cost
+from patchproof.runs._cost import Cost, estimate_cost, peak_memory
 from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import device_name, network_remarks, source_commit, versions
 from patchproof.runs._measure import measure_on_generated, measure_tau
@@ -45,6 +45,7 @@ __all__ = [
     "measure_on_generated",
     "measure_tau",
     "network_remarks",
+    "peak_memory",
     "predict",
     "preprocessing_for",
     "rates",

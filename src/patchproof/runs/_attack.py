@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from patchproof.attacks import (
     undefended_attacks,
 )
 from patchproof.defenses import MaskedDefense, device_of
+from patchproof.geometry import Rect, as_places, rects_of
 from patchproof.masking import Engine, Evaluator
 from patchproof.runs._folder import dump_json, write_atomically
 from patchproof.runs._manifest import mask_facts
@@ -99,9 +100,10 @@ class Attacker:
         place = folder / "broken" / str(record.index)
         place.mkdir(parents=True, exist_ok=True)
         found = record.attack or AttackFindings()
-        top, left, height, width = found.place or (0, 0, 0, 0)
-        patch = patched[:, top : top + height, left : left + width]
-        pixels = {"image": image, "patched": patched, "patch": patch}
+        pixels = {"image": image, "patched": patched}
+        for number, (top, left, height, width) in enumerate(found.places, start=1):
+            name = "patch" if number == 1 else f"patch_{number}"
+            pixels[name] = patched[:, top : top + height, left : left + width]
         save_file({name: tensor.contiguous() for name, tensor in pixels.items()}, place / "pixels.safetensors")
         for name, tensor in pixels.items():
             values = (tensor.clamp(0, 1) * 255).round().byte()
@@ -130,14 +132,14 @@ class Attacker:
 
 
 def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:
-    """The patch (c p q), its place (top, left, height, width), and the answer to the patched image."""
-    place = outcome.places[0]
-    rows, columns = slice(place.top, place.bottom), slice(place.left, place.right)
-    return {
-        name: outcome.images[0, :, rows, columns].cpu(),
-        f"{name}_place": torch.tensor([place.top, place.left, place.height, place.width]),
-        f"{name}_label": outcome.predictions[0].cpu(),
-    }
+    """The patch (c p q), its place (top, left, height, width), and the answer to the patched image; of a second patch
+    likewise, with a 2 in the names."""
+    found = {f"{name}_label": outcome.predictions[0].cpu()}
+    for number, rect in enumerate(rects_of(outcome.places[0]), start=1):
+        one = name if number == 1 else f"{name}_{number}"
+        found[one] = outcome.images[0, :, rect.top : rect.bottom, rect.left : rect.right].cpu()
+        found[f"{one}_place"] = as_places(rect)[0]
+    return found
 
 
 def findings(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackFindings:
@@ -145,11 +147,13 @@ def findings(record: Record, alone: Attacked | None, behind: Attacked | None) ->
     broken = behind is not None and bool(behind.broken)
     # A wrong answer to the clean image needs no patch; if it is certified all the same, the case is kept as it is.
     by_patch = behind if broken and (record.defended or record.certified) else None
-    place = None if by_patch is None else by_patch.places[0]
+    place: Any = None if by_patch is None else by_patch.places[0]
+    if place is not None:
+        place = astuple(place) if isinstance(place, Rect) else tuple(map(astuple, place))
     return AttackFindings(
         undefended_attacked=None if alone is None else not bool(alone.broken),
         attacked=None if behind is None else not broken,
-        place=None if place is None else (place.top, place.left, place.height, place.width),
+        place=place,
         attacked_label=None if by_patch is None else int(by_patch.predictions),
         passes=sum(int(outcome.passes) for outcome in outcomes),
         queries=sum(int(outcome.queries) for outcome in outcomes),

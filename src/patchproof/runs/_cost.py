@@ -11,13 +11,17 @@ from typing import Any
 import torch
 
 from patchproof.defenses import device_of
-from patchproof.geometry import PatchThreat, covering_masks
+from patchproof.geometry import MaskSet, covering_masks
 from patchproof.masking import Copies, Engine, Evaluator, masks_for
+from patchproof.models import mask_colour
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 
 BYTES_PER_PAIR = 24
 """Of a mask set: two masks and the table of pairs."""
+
+BYTES_PER_UNION = 200
+"""The same where pairs may hide the same pixels, and are compared."""
 
 BYTES_PER_CELL = 60
 """Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
@@ -49,16 +53,18 @@ def estimate_cost(defense: Any, images: int) -> Cost | None:
     if masks is None or getattr(defense, "classifier", None) is None:
         return None
     require_memory(defense)
-    needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
+    needed = table_bytes(masks, in_pairs=defense.most_passes > len(masks))
     seconds = seconds_per_pass(defense)
     fewest, most = images * len(masks), images * defense.most_passes
     times = 1 / seconds, fewest * seconds, most * seconds
     return Cost(images, len(masks), fewest, most, *times, needed, peak_memory(device_of(defense)))
 
 
-def table_bytes(masks: int, cells: int, image_size: tuple[int, int]) -> int:
-    pairs = BYTES_PER_PAIR * cells if cells > masks else 0
-    return masks * image_size[0] * image_size[1] + pairs + BYTES_PER_CELL * cells
+def table_bytes(masks: MaskSet, *, in_pairs: bool) -> int:
+    count, (height, width) = len(masks), masks.image_size
+    pairs = (BYTES_PER_PAIR if masks.alike else BYTES_PER_UNION) * count * (count + 1) // 2
+    cells = BYTES_PER_CELL * (masks.union_count if in_pairs else count)
+    return count * height * width + pairs * in_pairs + cells
 
 
 def require_memory(defense: Any) -> None:
@@ -66,15 +72,18 @@ def require_memory(defense: Any) -> None:
     free, masks = free_memory(), getattr(defense, "masks", None)
     if free is None or masks is None or not hasattr(defense, "most_passes"):
         return
-    needed = table_bytes(len(masks), defense.most_passes, defense.threat.image_size)
+    in_pairs = defense.most_passes > len(masks)
+    needed = table_bytes(masks, in_pairs=in_pairs)
     if needed <= free:
         return
-    threat: PatchThreat = defense.threat
+    try:
+        most = max(map(len, masks.axes))
+    except InputError:  # masks of one's own need not form a grid
+        most = 0
     largest = 0
-    for per_axis in range(1, 1 + max(len(masks.axes[0]), len(masks.axes[1])) if masks.alike else 1):
-        count = len(covering_masks(threat, per_axis=per_axis))
-        cells = count * (count + 1) // 2 if defense.most_passes > len(masks) else count
-        if table_bytes(count, cells, threat.image_size) <= free:
+    for per_axis in range(1, most + 1):
+        fewer: MaskSet = covering_masks(defense.threat, per_axis=per_axis)
+        if table_bytes(fewer, in_pairs=in_pairs) <= free:
             largest = per_axis
     raise InputError(
         f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
@@ -108,7 +117,7 @@ def seconds_per_pass(defense: Any) -> float:
     classifier, device = defense.classifier, device_of(defense)
     engine = getattr(defense, "engine", None) or Engine()
     evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
-    channels = len(getattr(classifier, "fill", (0.5,) * 3))
+    channels = len(mask_colour(classifier) or (0.5,) * 3)
     images = generated_images(1, channels, defense.threat.image_size).to(device)
     keep = masks_for(classifier, defense.threat, per_axis=3).keep(device)
     evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk

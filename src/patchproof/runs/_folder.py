@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import zlib
@@ -11,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from filelock import FileLock, Timeout
+
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.types import CheckError, InputError
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 FOLLOWS_FROM = {
-    "masks": ("patch_sizes", "image_size", "name"),
+    "masks": ("patch_sizes", "patches", "image_size", "name"),
     "guarantee": ("name",),
     "exhaustive": ("name",),
     "fill": ("weights_sha256",),
@@ -33,7 +34,9 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, Re
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckError(f"{path} is damaged ({error}); {BEGIN_AGAIN}") from error
     if not isinstance(content, dict):
         raise CheckError(f"{path} is damaged: no JSON object; {BEGIN_AGAIN}")
@@ -121,8 +124,9 @@ class RunFolder:
         stored one but `longer` takes its place."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot create the folder {self.path}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            words = error.strerror if isinstance(error, OSError) else str(error)
+            raise InputError(f"cannot create the folder {str(self.path)!r}: {words}") from error
         with self._locked():
             if not self.manifest_path.exists():
                 ours = (".lock", "manifest.json.part")  # what a kill before the manifest was there has left
@@ -145,18 +149,19 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        lock = FileLock(self.path / ".lock")
         try:
-            lock = (self.path / ".lock").open("w")
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
         except OSError as error:
             raise InputError(
                 f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
             ) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
+        try:
             yield
+        finally:
+            lock.release()
 
     def spoil(self, reason: str) -> NoReturn:
         """The records cannot be trusted: fail, and refuse every later session."""

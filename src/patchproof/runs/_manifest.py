@@ -46,8 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def mask_facts(masks: Any) -> dict[str, Any]:
-    rects = [[r.top, r.left, r.height, r.width] for r in masks.rects]
-    return {"image_size": list(masks.image_size), "rects": rects}
+    return {"image_size": list(masks.image_size), "rects": masks.numbers}
 
 
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:

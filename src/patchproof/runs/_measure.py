@@ -15,6 +15,7 @@ from patchproof.data import ImageSource, evenly_spread, iterate_batches
 from patchproof.defenses import device_of
 from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier
+from patchproof.models import mask_colour
 from patchproof.types import InputError, Preprocessing, Size
 
 MOST_COPIES, FEWEST_COPIES = 512, 16
@@ -49,11 +50,13 @@ def measure_tau(
     height, width = defense.threat.image_size
     wanted = max(FEWEST_COPIES, min(copies, CHECKED_FLOATS // (3 * height * width)))
     spread = [indices[i] for i in evenly_spread(wanted, len(indices))]
+    reason = ""
     for candidates in (spread, indices):
         for batch in iterate_batches(source, preprocessing, candidates, batch_size=wanted, skip_bad=True):
             if len(batch.images):
                 return _measured(defense, engine, as_images(batch.images, device), copies, work)
-    raise InputError(f"none of the {len(indices)} images of {source.name} can be read")
+            reason = reason or f", e.g. {batch.bad[0].path}: {batch.bad[0].reason}"
+    raise InputError(f"none of the {len(indices)} images of {source.name} can be read{reason}")
 
 
 def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
@@ -61,7 +64,7 @@ def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
     classifier = getattr(defense, "classifier", None)
     if classifier is None:
         return None
-    channels = len(getattr(classifier, "fill", (0.5,) * 3))
+    channels = len(mask_colour(classifier) or (0.5,) * 3)
     images = generated_images(64, channels, defense.threat.image_size).to(device_of(defense))
     engine = getattr(defense, "engine", None) or Engine()
     return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), MOST_COPIES)

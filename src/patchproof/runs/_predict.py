@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess
-from patchproof.defenses import DEFENSES, Assessment, Defense, assess, device_of
+from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess, reading, to_rgb, unit_floats
+from patchproof.defenses import DEFENSES, Assessment, Defense, assess, device_of, require_defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
@@ -27,12 +27,14 @@ from patchproof.runs._manifest import stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification
 from patchproof.runs._session import IMAGES_AT_ONCE, preprocessing_for
-from patchproof.types import CheckError, InputError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of
 
 SMALL = 64
 """An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
 
 DECODERS = 2
+
+USABLE = "image file, PIL image or float tensor (c h w)"
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,28 @@ DefenseFor = Defense | Callable[[Size], Defense]
 
 def predict(
     defense: DefenseFor,
-    images: Sequence[Path | Image.Image],
+    images: Sequence[Path | str | Image.Image | Tensor],
     *,
     on_answer: Callable[[Prediction | Unusable], None] | None = None,
     preprocessing: Preprocessing | None = None,
 ) -> Predictions:
-    """Answers in the order of the images; the next batch is decoded while this one is evaluated.
+    """Answers in the order of the images, which are files, PIL images, or float tensors (c h w) in [0, 1] of the input
+    size; the next batch is decoded while this one is evaluated. What cannot be used is answered with an `Unusable`.
 
     Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
     that a fast precision misjudges is answered, and certified, in float32.
     """
+    if isinstance(defense, nn.Module) or not callable(defense):
+        require_defense(defense)
+    if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
+        raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")
     views, answers = _Views(defense, preprocessing), Predictions()
     size = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
     with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
         waiting: deque[list[tuple[str, Future[Any]]]] = deque()
         for start in range(0, len(images) + size, size):
-            batch = [(str(getattr(i, "filename", i)), pool.submit(views.read, i)) for i in images[start : start + size]]
-            waiting.append(batch)
+            batch = enumerate(images[start : start + size], start)
+            waiting.append([(_name(image, number), pool.submit(views.read, image)) for number, image in batch])
             if len(waiting) > 1:
                 for answer in _answers(waiting.popleft(), answers):
                     answers.append(answer)
@@ -112,10 +119,24 @@ class _Views:
         classifier = getattr(ready, "classifier", None)
         return ready, self.preprocessing or preprocessing_for(classifier, max(size) < SMALL, ready.threat.image_size)
 
-    def read(self, image: Path | Image.Image) -> tuple[Any, Tensor]:
-        picture = image.convert("RGB") if isinstance(image, Image.Image) else decode(image)
-        ready, preprocessing = self.of((picture.height, picture.width))
-        return ready, preprocess(picture, preprocessing)
+    def read(self, image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
+        pixels: Any
+        with reading("image"):
+            if isinstance(image, Tensor):
+                pixels = unit_floats(image)
+                size = pixels.shape[1], pixels.shape[2]
+            else:
+                pixels = to_rgb(image) if isinstance(image, Image.Image) else decode(image)
+                size = pixels.height, pixels.width
+        ready, preprocessing = self.of(size)
+        return ready, preprocess(pixels, preprocessing)
+
+
+def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
+    """The file's, or the image's number."""
+    if not isinstance(image, (Path, str, Image.Image, Tensor)):
+        raise InputError(f"image {number} is no {USABLE}, but {kind_of(image)}")
+    return str(image) if isinstance(image, (Path, str)) else str(getattr(image, "filename", "") or f"{number:05d}")
 
 
 def with_tau(defense: Any) -> Any:
@@ -129,11 +150,11 @@ def with_tau(defense: Any) -> Any:
 def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> Iterator[Prediction | Unusable]:
     """One `assess` for all images that are seen in the same way."""
     answers: dict[int, Prediction | Unusable] = {}
-    alike: dict[int, tuple[Any, dict[int, Tensor]]] = {}
+    alike: dict[Any, tuple[Any, dict[int, Tensor]]] = {}
     for position, (path, image) in enumerate(batch):
         try:
             ready, pixels = image.result()
-            alike.setdefault(id(ready), (ready, {}))[1][position] = pixels
+            alike.setdefault((id(ready), pixels.dtype, pixels.shape), (ready, {}))[1][position] = pixels
         except (BadImageError, InputError) as error:
             reason = error.reason if isinstance(error, BadImageError) else str(error)
             answers[position] = Unusable(path, reason)
@@ -215,7 +236,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if run.defense not in DEFENSES or run.masks is None or run.image_size is None:
         raise InputError(f"{run.folder} is about the defence `{run.defense}`, which has no name here; build your own")
     engine = Measured(precision=run.manifest["precision"], **stored_taus(run.manifest["tau"]))
-    threat = PatchThreat(run.image_size, run.patch_sizes)
+    threat = PatchThreat(run.image_size, run.patch_sizes, run.patches)
     return DEFENSES[run.defense].kind(classifier, run.masks, threat, engine=engine)
 
 
@@ -230,7 +251,7 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
     def of(native: Size) -> Any:
         how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
-        threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how)
+        threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
         return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
     return of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
-from patchproof.geometry import MaskSet, Rect, size_words
+from patchproof.geometry import MaskSet, Rect, Rects, size_words
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
@@ -50,6 +50,7 @@ class StoredCertification:
     guarantee: str
     image_size: Size | None
     patch_sizes: tuple[Size, ...]
+    patches: int
     native: bool
     masks: MaskSet | None
     preprocessing: Preprocessing | None
@@ -94,7 +95,7 @@ class StoredCertification:
     def masks_words(self) -> str:
         if self.masks is None:
             return "no masks"
-        return f"{size_words(self.axes)} masks" if self.axes else f"{len(self.masks)} masks"
+        return self.masks.words
 
     @property
     def patch_percent(self) -> float | None:
@@ -108,7 +109,8 @@ class StoredCertification:
         if self.patch_percent is None:
             return "unknown size"
         native = f", footprint of {printable(str(self.config.get('patch')))} native" if self.native else ""
-        return f"{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
+        two = "" if self.patches == 1 else "two patches of "
+        return f"{two}{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
 
     def class_name(self, label: int) -> str:
         return "alarm" if label < 0 else self.class_names.get(label, f"class {label}")
@@ -202,7 +204,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     model, config = manifest.get("model") or {}, manifest.get("config") or {}
     defense = identity.get("defense", OLD_RUNS | {key: identity.get(key) for key in ("patch_sizes", "exhaustive")})
     drawn = manifest.get("masks")
-    masks = drawn and MaskSet(_size(drawn["image_size"]), tuple(Rect(*map(index, rect)) for rect in drawn["rects"]))
+    masks = drawn and MaskSet(_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
     size = defense.get("image_size") or (masks and masks.image_size)
     images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
     if images is None:
@@ -233,6 +235,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         guarantee=guarantee,
         image_size=None if size is None else _size(size),
         patch_sizes=tuple(map(_size, defense.get("patch_sizes") or ())),
+        patches=2 if defense.get("patches") == 2 else 1,
         native=config.get("threat_space") == "native",
         masks=masks,
         preprocessing=Preprocessing(**how) if how else None,
@@ -364,6 +367,13 @@ def _text(value: Any) -> str | None:
 def _size(value: Any) -> Size:
     height, width = map(index, value)
     return height, width
+
+
+def _mask(numbers: Any) -> Rects:
+    """A rectangle's four numbers, or those of several."""
+    if all(isinstance(part, list) for part in numbers):
+        return tuple(Rect(*map(index, rect)) for rect in numbers)
+    return Rect(*map(index, numbers))
 
 
 def _seconds(cost: Any) -> float | None:

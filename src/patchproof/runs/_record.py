@@ -29,10 +29,18 @@ class AttackFindings:
 
     undefended_attacked: bool | None = None
     attacked: bool | None = None
-    place: tuple[int, int, int, int] | None = None
+    place: tuple[Any, ...] | None = None
+    """(top, left, height, width) of the patch; of two patches, one after the other."""
     attacked_label: int | None = None
     passes: int = 0
     queries: int = 0
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """One place for each patch; none where no patch changed the defence's answer."""
+        if self.place is None:
+            return ()
+        return self.place if all(isinstance(part, tuple) for part in self.place) else (self.place,)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ class Record:
         if "attacked" in values:
             found = {name: values.pop(name) for name in ATTACK if name in values}
             place = found.pop("place", None)
-            attack = AttackFindings(**found, place=None if place is None else tuple(place))
+            place = place and tuple(tuple(part) if isinstance(part, list) else part for part in place)
+            attack = AttackFindings(**found, place=place)
         record = cls(**base, evidence=values, attack=attack, error=error)
         _check_types(record)
         return record
@@ -99,9 +108,10 @@ def _check_types(record: Record) -> None:
     if not isinstance(record.path, str) or not isinstance(record.error, str | None):
         raise ValueError("a path and an error are text")  # noqa: TRY004
     label = 0 if unreadable and record.label == -1 else record.label  # −1: not even its label could be read
-    whole = [record.index, label, record.forwards, *(attack.place or ())]
+    places = attack.places or ((0, 0, 0, 0),)
+    whole = [record.index, label, record.forwards, *(value for place in places for value in place)]
     whole += [attack.passes, attack.queries, attack.attacked_label or 0]
-    if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or len(attack.place or range(4)) != 4:
+    if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or {*map(len, places)} != {4}:
         raise ValueError(f"indices, labels, counts and the four of a place are whole numbers up to {LARGEST}")
     known = () if unreadable else (record.defended, record.certified)
     maybe = (attack.undefended_attacked, attack.attacked, None if unreadable else record.undefended)

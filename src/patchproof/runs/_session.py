@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
-from patchproof.defenses import Defense, assess, device_of
+from patchproof.defenses import assess, device_of, require_defense
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
@@ -115,13 +115,7 @@ class Session:
     attacker: Attacker | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.defense, Defense):
-            needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
-            raise InputError(
-                f"{type(self.defense).__name__} is no defence: it lacks "
-                f"{', '.join(name for name in needed if not hasattr(self.defense, name))}; e.g. "
-                'pp.defense("patchcleanser", classifier, threat)'
-            )
+        require_defense(self.defense)
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)

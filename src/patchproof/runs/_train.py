@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for, show
 from patchproof.models import (
     ImageClassifier,
     adopt,
@@ -106,6 +106,8 @@ def train(
     plan, source = Plan() if plan is None else plan, as_source(data)
     if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
         raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    if len(source.class_names) == 1:
+        raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
@@ -368,5 +370,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageCla
     size: Size = getattr(classifier, "input_size", None) or own
     channels = first.shape[0] if isinstance(first, Tensor) else 3
     with torch.no_grad(), evaluating(classifier):
-        logits = classifier(torch.zeros(1, channels, *size, device=next(classifier.parameters()).device))
+        logits = show(classifier, torch.zeros(1, channels, *size, device=next(classifier.parameters()).device), None)
     return adopt(classifier, input_size=size, num_classes=int(logits.shape[1]), channels=channels)

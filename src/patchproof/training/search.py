@@ -234,9 +234,9 @@ class MultiSizeGreedy(Named):
     def __post_init__(self) -> None:
         self.coarse, self.fine = self.mask_sets
         # For each coarse mask the fine ones that cover it; of one patch's 3×3 and 6×6 sets, four.
-        self.children = [self.fine.children(rect) for rect in self.coarse.rects]
+        self.children = [self.fine.children(rect) for rect in self.coarse.blocks]
         # [coarse, fine]: which fine masks lie inside which coarse ones.
-        self.inside = torch.tensor([[c.contains(f) for f in self.fine.rects] for c in self.coarse.rects])
+        self.inside = torch.tensor([[c.contains(f) for f in self.fine.blocks] for c in self.coarse.blocks])
 
     @property
     def forwards(self) -> int:

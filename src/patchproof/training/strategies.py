@@ -31,7 +31,7 @@ from patchproof.training.search import (
     RandomMasks,
     RandomView,
 )
-from patchproof.types import Classifier, InputError, Size
+from patchproof.types import Classifier, InputError, Size, kind_of
 
 TRAINING_PERCENT = 3.0
 """The paper trains with the masks of the 3% patch (100 and 69 pixels at 224), whatever patch it certifies."""
@@ -151,6 +151,6 @@ def checked(keep: Any, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "copies
     expected = len(images), 1, *images.shape[-2:]
     right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
     if not right or not len(keep):
-        got = f"{keep.dtype} of {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-        raise InputError(f"a strategy must return booleans of shape (copies ≥ 1, {len(images)}, 1, h, w), not {got}")
+        wanted = f"booleans of shape (copies ≥ 1, {len(images)}, 1, h, w)"
+        raise InputError(f"a strategy must return {wanted}, not {kind_of(keep)}")
     return keep.to(images.device)

@@ -1,0 +1,161 @@
+"""The usual mistakes with the library fail in words where the value enters, and hints name what `pp` exports."""
+
+import ast
+import re
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import patchproof as pp
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it(monkeypatch):
+    """No annotation is checked at run time, as it is in the other tests."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+THREAT = pp.PatchThreat((16, 16), ((3, 3),))
+IMAGES, LABELS = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1])
+
+
+class Net(nn.Module):
+    """A classifier whose forward ends in `turn(logits)`."""
+
+    def __init__(self, turn=lambda logits: logits, **attributes):
+        super().__init__()
+        self.head, self.turn = nn.Linear(3 * 16 * 16, 4), turn
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, images):
+        return self.turn(self.head(images.flatten(1)))
+
+
+def build(name="patchcleanser", *args, **attributes):
+    return pp.defense(name, Net(*args, **attributes).eval(), THREAT, per_axis=2)
+
+
+@pytest.mark.parametrize("name", pp.DEFENSES)
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (IMAGES.numpy(), r"float32 tensor with values in \[0, 1\], not ndarray, float32 of \(2, 3, 16, 16\)"),
+        (IMAGES.double(), r"not torch.float64 of .*e.g. torch.as_tensor\(images\).float\(\)"),
+        (IMAGES.half(), "not torch.float16"),
+        ((IMAGES * 255).byte(), "not torch.uint8 .*bytes divided by 255"),
+        (Image.new("RGB", (16, 16)), "float32 tensor .*not Image"),
+        (IMAGES * 255, r"values in \[0, 1\], not from .* to 25\d.*divide bytes by 255"),
+        (IMAGES * float("nan"), "not from nan to nan"),
+        (IMAGES.permute(0, 2, 3, 1), r"\(images, channels, height, width\).*not \(2, 16, 16, 3\); resize or permute"),
+        (IMAGES[:, :1], r"fails on images of \(1, 16, 16\) .*test_mistakes.py:\d+, in forward"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else type(value).__name__,
+)
+def test_images_that_are_none_are_refused_by_predict_and_certify(name, images, words):
+    for ask in (lambda it: it.predict(images), lambda it: it.certify(images, LABELS)):
+        with pytest.raises((pp.InputError, pp.CheckError), match=words):
+            ask(build(name))
+
+
+def test_tensors_for_runs_are_refused_or_answered_one_by_one():
+    for wrong, words in ((IMAGES[0] * 255, "divide bytes by 255"), (IMAGES[0] * float("nan"), "from nan to nan")):
+        with pytest.raises(pp.InputError, match=f"none of the 1 images .*{words}"):
+            pp.certify(build(), [(wrong, 0)])
+        good, bad = pp.predict(build(), [IMAGES[0], wrong])
+        assert (good.path, bad.path) == ("00000", "00001")
+        assert re.search(words, bad.reason)
+    with pytest.raises(pp.InputError, match=r"\(ndarray, float32 of \(3, 16, 16\); int\); expected a sequence"):
+        pp.certify(build(), [(IMAGES[0].numpy(), 0)])
+    with pytest.raises(pp.InputError, match="image 0 is no image file, PIL image or float tensor"):
+        pp.predict(build(), [IMAGES[0].numpy()])
+    with pytest.raises(pp.InputError, match=r"not str; for one image, \[image\]"):
+        pp.predict(build(), "cat.png")
+    with pytest.raises(pp.InputError, match="Net is no defence"):
+        pp.predict(Net().eval(), [IMAGES[0]])
+
+
+def test_pictures_and_tensors_of_the_same_pixels_get_the_same_answer():
+    defense, pixels = build(), (IMAGES * 255).byte()
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
+    mixed = pp.predict(defense, [pictures[0], pixels[1] / 255, pixels[0] / 255, pictures[1]])
+    assert [answer.margin for answer in mixed[:2]] == [answer.margin for answer in mixed[2:]]
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        (lambda logits: (logits, logits), "returns a tuple, not a tensor of logits"),
+        (lambda logits: {"logits": logits}, "returns a dict, .*model\\(images\\).logits"),
+        (lambda logits: logits[:, 0], r"maps \d+ images to \(\d+,\)"),
+        (lambda logits: {}["mine"], r"KeyError: 'mine' \(.*test_mistakes.py:\d+, in <lambda>\)"),
+    ],
+)
+def test_what_a_forward_returns_or_raises_is_said_wherever_it_is_called(turn, words):
+    data = [(IMAGES[0], 0), (IMAGES[1], 1)]
+    plan = pp.Plan(strategy="rand", epochs=1)
+    for ask in (
+        lambda: build("alarm", turn).predict(IMAGES),
+        lambda: build("patchcleanser", turn).certify(IMAGES, LABELS),
+        lambda: pp.certify(build("patchcleanser", turn), data),
+        lambda: pp.predict(build("patchcleanser", turn), [IMAGES[0]]),
+        lambda: pp.train(Net(turn, num_classes=4, input_size=(16, 16)), data, plan, validation=data),
+        lambda: pp.Ensemble([Net(turn).eval()])(IMAGES),
+    ):
+        with pytest.raises(pp.CheckError, match=words) as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, KeyError) == ("KeyError" in words)
+
+
+def test_constructors_name_the_parameter():
+    for make, words in (
+        (lambda: pp.PatchThreat(image_size=64, patch_sizes=((5, 5),)), r"image_size .* e.g. \(64, 64\), not 64"),
+        (lambda: pp.PatchThreat.square(image_size=64, percent=3), r"image_size .* e.g. \(64, 64\), not 64"),
+        (lambda: pp.PatchThreat((64, 64), (5, 5)), r"patch_sizes is a tuple of \(height, width\)"),
+        (lambda: pp.PatchThreat((64, 64), 5), "patch_sizes is a tuple"),
+        (lambda: pp.load_classifier("small", "embedded", input_size=64), "input_size must be"),
+        (lambda: pp.masking_strategy("greedy", image_size=64, generator=torch.Generator()), "image_size must be"),
+        (lambda: pp.covering_masks(THREAT, per_axis=2.5), "per_axis must be a whole number"),
+        (lambda: pp.covering_masks((16, 16), per_axis=3), "threat must be a pp.PatchThreat"),
+        (lambda: pp.PatchCleanser(Net(), THREAT, pp.covering_masks(THREAT, per_axis=3)), "masks must be a pp.MaskSet"),
+        (lambda: pp.defense("alarm", Net(), THREAT, engine="fp16"), "engine must be a pp.Engine"),
+        (lambda: pp.defense("alarm", "resnet50", THREAT), "pp.load_classifier makes one"),
+        (lambda: pp.Ensemble(Net()), r"members must be a list .* e.g. pp.Ensemble\(\[first, second\]\)"),
+        (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit=1.5), "limit, .* whole number"),
+        *(
+            (lambda fill=fill: build(fill=fill), r"fill must be one number in \[0, 1\] per channel")
+            for fill in (7, 0.5, "grey", (7, 7, 7), (float("nan"),) * 3)
+        ),
+        (lambda: build(fill=(0.1, 0.2)).predict(IMAGES), "fill has 2 channels, the images have 3"),
+    ):
+        with pytest.raises(pp.InputError, match=words):
+            make()
+    filled = pp.certify(build(fill=torch.full((3,), 0.5)), [(IMAGES[0], 0)])
+    assert filled.content["status"] == "complete", "numbers may come as a tensor"
+
+
+def test_hints_name_only_what_pp_exports():
+    """Whatever a message shows being called is public: `pp.name(…)`, or a name of the package followed by `(`."""
+    root = Path(pp.__file__).parent
+    rooms = ("geometry", "models", "data", "masking", "defenses", "training", "attacks", "runs")
+    trees = [ast.parse(path.read_text()) for room in rooms for path in sorted((root / room).glob("*.py"))]
+    defined = {n.name for tree in trees for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    methods = {
+        m.name
+        for tree in trees
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ClassDef)
+        for m in n.body
+        if isinstance(m, ast.FunctionDef)
+    }
+    named: set[str] = set()
+    for raised in (n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Raise)):
+        for text in (c.value for c in ast.walk(raised) if isinstance(c, ast.Constant) and isinstance(c.value, str)):
+            named |= set(re.findall(r"\bpp\.(\w+)", text))
+            named |= {name for name in re.findall(r"(?<![\w.])(\w+)\(", text) if name in defined - methods}
+    assert {"PatchThreat", "covering_masks", "open_dataset", "defense"} <= named, "the search has found the hints"
+    assert named <= set(pp.__all__)
