@@ -918,3 +918,18 @@ def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
         script.check_md5(tmp_path)
     with pytest.raises(SystemExit, match="not an idx file of unsigned bytes"):
         script.read_idx(b"\0\0\x0d\x01....")
+
+
+def test_kept_images_are_decoded_once_and_batched_without_tasks(monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3)).astype(np.uint8)
+    source = ArraySource("noise", "train", ("a",), (0,) * 10, pixels)
+    how, kept = Preprocessing((8, 8)), {}
+    first, fresh = (
+        [batch.images for batch in iterate_batches(source, how, range(10), batch_size=4, kept=k)] for k in (kept, None)
+    )
+    assert sorted(kept) == list(range(10))
+    monkeypatch.setattr(ArraySource, "load", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", lambda *_: pytest.fail("a task"))
+    again = [batch.images for batch in iterate_batches(source, how, range(10), batch_size=4, kept=kept)]
+    assert all(map(torch.equal, first, fresh))
+    assert all(map(torch.equal, first, again))
