@@ -117,7 +117,13 @@ FIELD: Mapping[str, object] = {
 SGD: Mapping[str, object] = {"learning_rate": 0.2, "weight_decay": 5e-4}
 ADAMW: Mapping[str, object] = {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.05}
 SMOOTHING = {"model": "resnet18_ablated", "strategy": "column4", "validate_with": "derandomized-smoothing", **SGD}
-VIT = {"model": "vit_patch4_32", "strategy": "column4", "validate_with": "derandomized-smoothing", **ADAMW}
+VIT = {
+    "model": "vit_patch4_32",
+    "drop_tokens": True,
+    "strategy": "column4",
+    "validate_with": "derandomized-smoothing",
+    **ADAMW,
+}
 BAGNET = {"model": "bagnet9", **SGD}
 MASKED = {"model": "resnet18_32", **SGD}
 SIX_BY_SIX: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6}
