@@ -150,6 +150,14 @@ def cost_words(cost: runs.Cost) -> str:
     )
 
 
+def training_cost_words(cost: runs.TrainingCost) -> str:
+    memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
+    return (
+        f"{cost.epochs} epochs, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, {cost.validation_images} images "
+        f"validated after each epoch: {clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
+    )
+
+
 def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
     files: list[Any] = []
@@ -246,6 +254,8 @@ def show_predictions(
 def train(settings: TrainSettings) -> int:
     """The best epoch and where everything is; for a recipe, the certifications that belong to it."""
     console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
+    if settings.dry_run:
+        return 0
     if main and settings.json:
         sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
     elif main:
@@ -278,6 +288,12 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     classifier = open_classifier(settings, source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
+    how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
+    if settings.dry_run:
+        cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
+        if accelerator.is_main_process:
+            sys.stdout.write((json.dumps(asdict(cost)) if settings.json else training_cost_words(cost)) + "\n")
+        return folder, {}, accelerator.is_main_process
     bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
     def started(trainer: Any) -> None:
@@ -313,7 +329,8 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
             on_start=started,
             on_step=stepped,
             on_epoch=finished,
-            **chosen(settings, "resume", "limit", "workers", "skip_bad", "keep_decoded", "checkpoint_minutes"),
+            **how,
+            **chosen(settings, "resume", "checkpoint_minutes"),
         )
     return folder, found.results, accelerator.is_main_process
 
