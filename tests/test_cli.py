@@ -583,3 +583,22 @@ def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys)
     Path("own.py").write_text("\n".join(lines))
     assert certify("--model", "own.py:net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
     assert_one_line(capsys.readouterr().err, r"KeyError: 'mine' \(.*own.py:4, in forward\)")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="completes in bash")
+def test_completion_installs_and_completes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shell, file in (("bash", ".local/share/bash-completion/completions/patchproof"), ("zsh", ".zshrc")):
+        assert run(["--install-completion", "--shell", shell]) == 0
+        assert "patchproof" in capsys.readouterr().out
+        assert (tmp_path / file).is_file()
+    lines = [f"source {tmp_path}/.bashrc"]
+    for words in ("patchproof cert", "patchproof certify --ma", "patchproof train --optimizer a"):
+        lines += [
+            f"COMP_WORDS=({words})",
+            f"COMP_CWORD={len(words.split()) - 1}",
+            "_patchproof",
+            "echo ${COMPREPLY[@]}",
+        ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["certify", "--masks", "adamw"]
