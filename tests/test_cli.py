@@ -357,7 +357,15 @@ def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint
     arguments = (photos / "cat" / "0.png", "--weights", checkpoint, "--patch", "4px")
     assert predict(*arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("answer", "unanimous", "certified", "4×4 pixels (of the 28×28 network input", "It does not say that"):
+    for words in (
+        f"images in {photos / 'cat'}{os.sep}",
+        "│ 0.png │",
+        "answer",
+        "unanimous",
+        "certified",
+        "4×4 pixels (of the 28×28 network input",
+        "It does not say that",
+    ):
         assert words in shown
     assert predict(*arguments, "--threat-space", "native") == 0
     assert "4px (of the original image)" in " ".join(capsys.readouterr().out.split())

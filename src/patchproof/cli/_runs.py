@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def cost_words(cost: runs.Cost) -> str:
     return (
-        f"{cost.images:,} images with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
+        f"{cost.images:,} image{'s' * (cost.images != 1)} with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
         f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
     )
@@ -153,7 +154,7 @@ def cost_words(cost: runs.Cost) -> str:
 def training_cost_words(cost: runs.TrainingCost) -> str:
     memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
     return (
-        f"{cost.epochs} epochs, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, {cost.validation_images} images "
+        f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, {cost.validation_images} images "
         f"validated after each epoch: {clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
     )
 
@@ -228,6 +229,10 @@ def show_predictions(
     answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: ImageClassifier
 ) -> None:
     console, remarks = Console(), list(answers[0].remarks)
+    folders = {str(Path(found.path).parent) for found in answers}
+    shared = folders.pop() + os.sep if len(folders) == 1 else ""  # said once, so that names fit on a line
+    if shared not in ("", f".{os.sep}"):
+        console.print(f"images in {escape(visible(shared))}", soft_wrap=True, highlight=False)
     table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
     table.caption = remarks_text(runs.network_remarks(classifier))
     for found in answers:
@@ -235,7 +240,8 @@ def show_predictions(
         margin = "–" if found.margin is None else f"{found.margin:.3f}"
         values = [found.remarks[name] for name in remarks]
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
-        table.add_row(escape(visible(found.path)), escape(found.name), *said, certified, margin, str(found.forwards))
+        name = escape(visible(found.path.removeprefix(shared)))
+        table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
     console.print(table)
     guarantee = DEFENSES[settings.defense].kind.guarantee
     if settings.like is not None:
