@@ -145,7 +145,8 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def cost_words(cost: runs.Cost) -> str:
     return (
-        f"{cost.images:,} image{'s' * (cost.images != 1)} with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
+        f"{cost.images:,} image{'s' * (cost.images != 1)} with {cost.masks:,} masks: "
+        f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
         f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
     )
@@ -154,8 +155,9 @@ def cost_words(cost: runs.Cost) -> str:
 def training_cost_words(cost: runs.TrainingCost) -> str:
     memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
     return (
-        f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, {cost.validation_images} images "
-        f"validated after each epoch: {clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
+        f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
+        f"{cost.validation_images} images validated after each epoch: "
+        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
     )
 
 
