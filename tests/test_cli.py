@@ -354,12 +354,12 @@ def test_a_checkpoint_in_the_home_folder_is_found(photos, tmp_path, monkeypatch)
 
 
 def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint, capsys):
-    arguments = (photos / "cat" / "0.png", "--weights", checkpoint, "--patch", "4px")
+    arguments = (photos / "cat" / "0.png", photos / "dog" / "0.png", "--weights", checkpoint, "--patch", "4px")
     assert predict(*arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
-        f"images in {photos / 'cat'}{os.sep}",
-        "│ 0.png │",
+        f"images in {photos}{os.sep}",
+        f"│ cat{os.sep}0.png │",
         "answer",
         "unanimous",
         "certified",
@@ -582,6 +582,10 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     assert len(line) <= 80
     assert "\n" not in line
     assert re.search(r"certify .*1234/3925 0:00:00 left (-:--:--|\d:\d\d:\d\d) certified 61", line), line
+    bar.start(runs.Tally(), 3)
+    bar.step(1, 3)
+    line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
+    assert line.endswith("step 1/3"), line
 
 
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):

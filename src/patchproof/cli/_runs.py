@@ -231,9 +231,12 @@ def show_predictions(
     answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: ImageClassifier
 ) -> None:
     console, remarks = Console(), list(answers[0].remarks)
-    folders = {str(Path(found.path).parent) for found in answers}
-    shared = folders.pop() + os.sep if len(folders) == 1 else ""  # said once, so that names fit on a line
-    if shared not in ("", f".{os.sep}"):
+    try:  # the folder of all is said once, so that names fit on a line
+        shared = os.path.commonpath([Path(found.path).parent for found in answers])
+    except ValueError:  # some paths are absolute, some are not
+        shared = ""
+    if shared:
+        shared = shared.rstrip(os.sep) + os.sep
         console.print(f"images in {escape(visible(shared))}", soft_wrap=True, highlight=False)
     table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
     table.caption = remarks_text(runs.network_remarks(classifier))
