@@ -354,10 +354,18 @@ def test_a_checkpoint_in_the_home_folder_is_found(photos, tmp_path, monkeypatch)
 
 
 def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint, capsys):
-    arguments = (photos / "cat" / "0.png", "--weights", checkpoint, "--patch", "4px")
+    arguments = (photos / "cat" / "0.png", photos / "dog" / "0.png", "--weights", checkpoint, "--patch", "4px")
     assert predict(*arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("answer", "unanimous", "certified", "4×4 pixels (of the 28×28 network input", "It does not say that"):
+    for words in (
+        f"images in {photos}{os.sep}",
+        f"│ cat{os.sep}0.png │",
+        "answer",
+        "unanimous",
+        "certified",
+        "4×4 pixels (of the 28×28 network input",
+        "It does not say that",
+    ):
         assert words in shown
     assert predict(*arguments, "--threat-space", "native") == 0
     assert "4px (of the original image)" in " ".join(capsys.readouterr().out.split())
@@ -603,6 +611,10 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     assert len(line) <= 80
     assert "\n" not in line
     assert re.search(r"certify .*1234/3925 0:00:00 left (-:--:--|\d:\d\d:\d\d) certified 61", line), line
+    bar.start(runs.Tally(), 3)
+    bar.step(1, 3)
+    line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
+    assert line.endswith("step 1/3"), line
 
 
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):
@@ -612,3 +624,22 @@ def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys)
     Path("own.py").write_text("\n".join(lines))
     assert certify("--model", "own.py:net", "--weights", "random", "--image-size", 28, "--limit", 20, "--quiet") == 1
     assert_one_line(capsys.readouterr().err, r"KeyError: 'mine' \(.*own.py:4, in forward\)")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="completes in bash")
+def test_completion_installs_and_completes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shell, file in (("bash", ".local/share/bash-completion/completions/patchproof"), ("zsh", ".zshrc")):
+        assert run(["--install-completion", "--shell", shell]) == 0
+        assert "patchproof" in capsys.readouterr().out
+        assert (tmp_path / file).is_file()
+    lines = [f"source {tmp_path}/.bashrc"]
+    for words in ("patchproof cert", "patchproof certify --ma", "patchproof train --optimizer a"):
+        lines += [
+            f"COMP_WORDS=({words})",
+            f"COMP_CWORD={len(words.split()) - 1}",
+            "_patchproof",
+            "echo ${COMPREPLY[@]}",
+        ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["certify", "--masks", "adamw"]

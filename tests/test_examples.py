@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 from pathlib import Path
@@ -26,6 +27,20 @@ def test_an_example_runs_and_may_be_run_again(name, capsys, tmp_path, monkeypatc
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert re.search(SHOWN[name], printed[0], re.DOTALL), printed[0]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_its_training_certifies_more(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    notebook, names = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text("utf-8")), {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "kept out of the repository"
+            exec("".join(cell["source"]), names)
+    assert names["greedy"].certified.interval[0] > names["plain"].certified.interval[1]
+    assert not names["found"].broken
+    assert (tmp_path / names["page"]).is_file()
 
 
 def imported(source: str) -> set[str]:

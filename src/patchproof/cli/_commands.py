@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -93,11 +91,8 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
 
 def bench(settings: BenchSettings) -> int:
     """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
-    from patchproof.cli.bench import Bench, bench
+    from patchproof.cli.bench import bench
 
-    if settings.json:
-        sys.stdout.write(json.dumps(Bench.begin(settings).measure(lambda text: None)) + "\n")
-        return 0
     return bench(settings)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -144,9 +145,19 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def cost_words(cost: runs.Cost) -> str:
     return (
-        f"{cost.images:,} images with {cost.masks:,} masks: {cost.fewest_passes:,} to {cost.most_passes:,} passes, "
+        f"{cost.images:,} image{'s' * (cost.images != 1)} with {cost.masks:,} masks: "
+        f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
         f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
+    )
+
+
+def training_cost_words(cost: runs.TrainingCost) -> str:
+    memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
+    return (
+        f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
+        f"{cost.validation_images} images validated after each epoch: "
+        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
     )
 
 
@@ -220,6 +231,13 @@ def show_predictions(
     answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: ImageClassifier
 ) -> None:
     console, remarks = Console(), list(answers[0].remarks)
+    try:  # the folder of all is said once, so that names fit on a line
+        shared = os.path.commonpath([Path(found.path).parent for found in answers])
+    except ValueError:  # some paths are absolute, some are not
+        shared = ""
+    if shared:
+        shared = shared.rstrip(os.sep) + os.sep
+        console.print(f"images in {escape(visible(shared))}", soft_wrap=True, highlight=False)
     table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
     table.caption = remarks_text(runs.network_remarks(classifier))
     for found in answers:
@@ -227,7 +245,8 @@ def show_predictions(
         margin = "–" if found.margin is None else f"{found.margin:.3f}"
         values = [found.remarks[name] for name in remarks]
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
-        table.add_row(escape(visible(found.path)), escape(found.name), *said, certified, margin, str(found.forwards))
+        name = escape(visible(found.path.removeprefix(shared)))
+        table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
     console.print(table)
     guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:
@@ -248,6 +267,8 @@ def show_predictions(
 def train(settings: TrainSettings) -> int:
     """The best epoch and where everything is; for a recipe, the certifications that belong to it."""
     console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
+    if settings.dry_run:
+        return 0
     if main and settings.json:
         sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
     elif main:
@@ -281,6 +302,12 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     classifier = open_classifier(settings, source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
+    how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
+    if settings.dry_run:
+        cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
+        if accelerator.is_main_process:
+            sys.stdout.write((json.dumps(asdict(cost)) if settings.json else training_cost_words(cost)) + "\n")
+        return folder, {}, accelerator.is_main_process
     bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
     def started(trainer: Any) -> None:
@@ -316,7 +343,8 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
             on_start=started,
             on_step=stepped,
             on_epoch=finished,
-            **chosen(settings, "resume", "limit", "workers", "skip_bad", "keep_decoded", "checkpoint_minutes"),
+            **how,
+            **chosen(settings, "resume", "checkpoint_minutes"),
         )
     return folder, found.results, accelerator.is_main_process
 

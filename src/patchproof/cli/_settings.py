@@ -179,6 +179,8 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     """Decode each image once and keep it in memory: 0.15 MB per image at 224."""
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """Where to send curves, besides log.jsonl."""
+    dry_run: bool = False
+    """Only estimate time and memory, from a few timed steps; nothing is written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ class RunBar(Bar):
 
     def step(self, step: int, steps: int) -> None:
         """One step of an attack on the images that come next."""
-        self.at(self.tally.done, f"step {step}/{steps} · {self.words}")
+        self.at(self.tally.done, " · ".join(filter(None, (f"step {step}/{steps}", self.words))))
 
 
 class TrainingBar(Bar):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +44,10 @@ def bench(settings: BenchSettings) -> int:
     """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
     status = Console(stderr=True)
     measured = Bench.begin(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
-    show(measured, Console())
+    if settings.json:
+        sys.stdout.write(json.dumps(measured) + "\n")
+    else:
+        show(measured, Console())
     if settings.output:
         write_atomically(settings.output, json.dumps(measured, indent=2) + "\n")
     ours = (count for name, count in measured["differ"].items() if not name.startswith("peer"))

@@ -10,6 +10,7 @@ from patchproof.runs._reading import StoredCertification, StoredTraining, find_i
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Rate, Record, Results, Tally, rates
 from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.runs._train import EpochReport, Trained, train
+from patchproof.runs._training_cost import TrainingCost, estimate_training
 from patchproof.runs.executors import InProcess, Torchrun, launched, local_rank
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Tally",
     "Torchrun",
     "Trained",
+    "TrainingCost",
     "Unusable",
     "attack",
     "certify",
@@ -38,6 +40,7 @@ __all__ = [
     "device_name",
     "dump_json",
     "estimate_cost",
+    "estimate_training",
     "find_images",
     "image_files",
     "launched",
