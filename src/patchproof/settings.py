@@ -127,6 +127,10 @@ class TrainingSettings:
     """Of SGD."""
     weight_decay: float = 0.0
     """L2 penalty (sgd) or decoupled decay (adamw)."""
+    teacher: Any = None
+    """A classifier whose answers for the masked copies are learned too."""
+    teacher_weight: float = 0.5
+    """Share of the teacher's answers in the loss (KL divergence); the rest is that of the labels."""
     label_smoothing: float = 0.0
     """Share of the target spread over all classes."""
     ema: float = 0.0
@@ -166,6 +170,7 @@ class TrainingSettings:
             ("warmup_epochs", self.warmup_epochs >= 0, "cannot be negative"),
             ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
             ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
+            ("teacher_weight", 0 <= self.teacher_weight <= 1, "must be in [0, 1]"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
             ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),

@@ -51,7 +51,10 @@ class ModelSettings:
     """Any timm name, `small`, or `file.py:factory` for a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
-    `random`; default: what the model is known to have, without a model the embedded demonstration network."""
+    `random`; default: what the model is known to have, without a model the embedded demonstration network. Several
+    with commas are an ensemble, which answers by the mean of their probabilities."""
+    mirror: bool = False
+    """Average the network with its answer for the mirrored image: twice the passes."""
     drop_tokens: bool = False
     """Of timm's ViTs: drop the tokens that a mask hides, and align masks to tokens; some two thirds of the work. A
     checkpoint that was trained so does it by itself."""
@@ -161,6 +164,9 @@ class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings
 class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettings, ModelSettings):
     strategy: str = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
+    teacher: str | None = None
+    """Weights, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror averages them
+    with those for the mirrored copies."""
     recipe: str | None = None
     """A row of the paper's tables (`patchproof ls recipes`): sets what follows, and certifies at the end."""
     validation: str | None = None

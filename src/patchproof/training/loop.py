@@ -16,8 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
-from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, require_classes, tf32
-from patchproof.models import ImageClassifier
+from patchproof.masking import (
+    Engine,
+    MaskedForward,
+    Network,
+    images_ahead,
+    label_range,
+    network,
+    require_classes,
+    tf32,
+)
+from patchproof.models import ImageClassifier, match_labels
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
 from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
@@ -92,6 +101,7 @@ class Trainer:
         if plan.optimizer == "adamw":
             optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay)
         self.model, self.optimizer = accelerator.prepare(MaskedForward(classifier), optimizer)
+        self.teacher = None if plan.teacher is None else _teacher(plan, classifier, accelerator.device)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
         if isinstance(plan.strategy, str):
@@ -209,7 +219,13 @@ class Trainer:
         loss, losses = torch.zeros((), device=images.device), []
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == count else self.accelerator.no_sync(self.model):
-                mean_loss, copy_losses = masked_loss(self.model, *part, smoothing=self.plan.label_smoothing)
+                mean_loss, copy_losses = masked_loss(
+                    self.model,
+                    *part,
+                    smoothing=self.plan.label_smoothing,
+                    teacher=self.teacher,
+                    teacher_weight=self.plan.teacher_weight,
+                )
                 summed = mean_loss * len(part[0]) * weight
                 self.accelerator.backward(summed)
             losses.append(copy_losses[-chosen:])
@@ -244,12 +260,23 @@ def masked_loss(
     keep: Bool[Tensor, "copies b 1 h w"],
     *,
     smoothing: float = 0.0,
+    teacher: Network | None = None,
+    teacher_weight: float = 0.5,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
-    """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it."""
+    """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it.
+
+    With a teacher T, (1 − w)·CE + w·KL(T(x ⊙ m) ‖ F(x ⊙ m)): it answers for the very copies that are learned from.
+    """
     every = torch.arange(len(images), device=images.device).repeat(len(keep))  # indexing keeps channels last
     logits = model(images[every], keep.flatten(0, 1)).float()
     plain = functional.cross_entropy(logits.detach(), labels[every], reduction="none").view(keep.shape[:2])
-    return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing), plain
+    loss = functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
+    if teacher is not None:
+        with torch.no_grad():
+            wanted = teacher(images[every], keep.flatten(0, 1)).clone().log_softmax(dim=1)
+        divergence = functional.kl_div(logits.log_softmax(dim=1), wanted, reduction="batchmean", log_target=True)
+        loss = torch.lerp(loss, divergence, teacher_weight)
+    return loss, plain
 
 
 def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
@@ -290,6 +317,22 @@ def _mixed(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
         state ^= state >> 31
     return state % 2**63
+
+
+def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> Network:
+    """The plan's teacher, its outputs in the order of the classifier's."""
+    size = getattr(plan.teacher, "input_size", None)
+    if size not in (None, classifier.input_size):
+        raise InputError(f"the teacher takes images of {size}, the network {classifier.input_size}")
+    outputs = torch.arange(classifier.num_classes)
+    if classifier.class_names is not None:
+        outputs = torch.tensor(match_labels(classifier.class_names, plan.teacher))
+    elif getattr(plan.teacher, "num_classes", classifier.num_classes) != classifier.num_classes:
+        raise InputError(f"the teacher has {plan.teacher.num_classes} classes, the network {classifier.num_classes}")
+    teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
+    answer = network(teacher, precision=plan.precision)
+    outputs = outputs.to(device)
+    return lambda images, keep: answer(images, keep)[:, outputs]
 
 
 def _head(classifier: ImageClassifier) -> nn.Module:

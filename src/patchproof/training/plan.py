@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.strategies import MaskingStrategy, require_strategy
 
@@ -24,8 +25,10 @@ class Plan(TrainingSettings):
             require_strategy(self.strategy)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, a strategy of the user's own by its type and, where it has one, its `describe()`."""
+        """As JSON, a strategy of the user's own by its type and, where it has one, its `describe()`; the teacher by the
+        sha256 of its weights."""
         values = {f.name: getattr(self, f.name) for f in fields(Plan)}
+        values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher)
         if not isinstance(self.strategy, str):
             own: Any = self.strategy if hasattr(self.strategy, "__qualname__") else type(self.strategy)
             said = self.strategy.describe() if hasattr(self.strategy, "describe") else {}
