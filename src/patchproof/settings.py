@@ -14,6 +14,8 @@ AttackTarget = Literal["undefended", "defended", "both"]
 Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
 Augmentation = Literal["none", "light"]
+GutoutTarget = Literal["predicted", "label"]
+Upsampling = Literal["bilinear", "bicubic", "nearest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,13 @@ class TrainingSettings:
     a last one of 1 takes no pass."""
     memory_refresh: int = 0
     """Of `memory`: look at all masks again every so many epochs; 0: in the first alone."""
+    gutout_target: GutoutTarget = "predicted"
+    """Of `gutout`: the class whose evidence is hidden. Aimed at the label, the hole tells the network the label."""
+    gutout_layer: str | None = None
+    """Of `gutout`: name of the layer that Grad-CAM looks at; default: the last feature map, of a ViT the tokens that
+    enter the last block."""
+    gutout_upsampling: Upsampling = "bilinear"
+    """Of `gutout`: how the map is enlarged to the image."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
@@ -155,7 +164,13 @@ class TrainingSettings:
     """Compile the network for the search of `greedy` and `grid`: some seconds at the start, a faster search after."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("schedule", Schedule), ("optimizer", Optimizer), ("augment", Augmentation)):
+        for name, allowed in (
+            ("schedule", Schedule),
+            ("optimizer", Optimizer),
+            ("augment", Augmentation),
+            ("gutout_target", GutoutTarget),
+            ("gutout_upsampling", Upsampling),
+        ):
             require_one_of(name, getattr(self, name), get_args(allowed))
         require_one_of("precision", self.precision, get_args(Precision))
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")

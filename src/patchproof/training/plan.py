@@ -37,7 +37,11 @@ class Plan(TrainingSettings):
 
     def strategy_options(self) -> dict[str, Any]:
         """The options of a strategy that is given by its name."""
-        return {"tries": self.tries(), "refresh": self.memory_refresh} if self.strategy == "memory" else {}
+        if self.strategy == "memory":
+            return {"tries": self.tries(), "refresh": self.memory_refresh}
+        if str(self.strategy).startswith("gutout"):
+            return {name: getattr(self, f"gutout_{name}") for name in ("target", "layer", "upsampling")}
+        return {}
 
     def rate(self, epoch: float) -> float:
         """Learning rate at a (fractional) epoch."""

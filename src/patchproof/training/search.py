@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from patchproof.geometry import MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
-from patchproof.training.gradcam import grad_cam
+from patchproof.settings import GutoutTarget, Upsampling
+from patchproof.training.gradcam import grad_cam, named_layer
 from patchproof.types import Classifier, InputError
 
 CUTOUT_SHARE = 128 / 224
@@ -153,8 +154,17 @@ class RandomMasks(Named):
         return masks.keep(search.images.device)[chosen].all(dim=0)
 
 
+@dataclass
 class Gutout(Named):
-    """gutout_k×k: twice, hide the mask position with the most Grad-CAM salience (Choi et al. 2020)."""
+    """gutout_k×k: twice, hide the mask position with the most Grad-CAM salience (Choi et al. 2020).
+
+    The evidence is that for the class predicted for what is still visible. With the target `label` it is that for the
+    true label: then the place of the hole tells the network which label it is (docs/training.md).
+    """
+
+    target: GutoutTarget = "predicted"
+    layer: str | None = None
+    upsampling: Upsampling = "bilinear"
 
     @property
     def forwards(self) -> int:
@@ -165,8 +175,11 @@ class Gutout(Named):
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         every = masks.keep(search.images.device)
         keep = torch.ones_like(every[:1]).expand(len(search.images), -1, -1, -1)
+        classifier: Any = search.evaluator.classifier
+        labels = search.labels if self.target == "label" else None
+        layer = None if self.layer is None else named_layer(classifier, self.layer)
         for _ in range(2):
-            salience = grad_cam(search.evaluator.classifier, search.images, search.labels, keep=keep)
+            salience = grad_cam(classifier, search.images, labels, keep=keep, layer=layer, upsampling=self.upsampling)
             hidden = torch.einsum("bhw,nhw->bn", salience, (~every[:, 0]).float())
             keep = keep & every[hidden.argmax(dim=1)]
         return keep
