@@ -231,14 +231,34 @@ def test_memory_chooses_and_counts_as_the_reference_over_epochs_of_changing_weig
     assert build("memory", (28, 28)).forwards == 8
 
 
+def test_memory_of_an_image_serves_its_mirror_image(generator):
+    """A mirrored network on mirrored images is asked about the mirror images of the masks remembered as worst."""
+    images, labels = torch.rand(5, 2, 28, 28, generator=generator), torch.arange(5) % 3
+    before, now, turned = (reference.Curved((28, 28), 3, generator) for _ in range(3))
+    for network in (before, now):
+        network.inner *= 0.05  # far from saturation, so that no two losses are equal
+    turned.inner, turned.outer = now.inner.flip(3), now.outer
+    every, chosen = torch.arange(5), []
+    for mirrored in (False, True):
+        strategy = masking_strategy("memory", image_size=(28, 28), generator=generator, tries=(2, 4, 2, 4))
+        strategy(before, images, labels, indices=every)
+        strategy.mirrored = torch.full((5,), mirrored)
+        shown, network = (images.flip(3), turned) if mirrored else (images, now)
+        keep = strategy(network, shown, labels, indices=every)
+        chosen.append(keep.flip(4) if mirrored else keep)
+    assert torch.equal(*chosen)
+    fresh = masking_strategy("memory", image_size=(28, 28), generator=generator, tries=(2, 4, 2, 4))
+    assert not torch.equal(fresh(now, images, labels, indices=every), chosen[0]), "the memory matters"
+
+
 @pytest.mark.slow
 def test_a_hole_aimed_at_the_label_tells_it_and_one_aimed_at_the_prediction_does_not():
     """A network trained on holes that hide the evidence for the true label answers *better* with such a hole than
-    without: where it is hidden, it reads what the label is. Nothing is learned that helps against masks."""
+    without: from where it is, it reads what the label is."""
     train, test = (pp.open_dataset("fashion-mini", split=split) for split in ("train", "test"))
     images = torch.from_numpy(test.pixels)[:, None].expand(-1, 3, -1, -1) / 255
     labels = torch.tensor(test.labels)
-    gain, certified = {}, {}
+    gain = {}
     for target in ("label", "predicted"):
         start = load_classifier("small", "random", class_names=train.class_names, seed=0)
         plan = pp.Plan(
@@ -249,12 +269,8 @@ def test_a_hole_aimed_at_the_label_tells_it_and_one_aimed_at_the_prediction_does
         with torch.no_grad():
             clean, holed = classifier(images), show(classifier, images, aimed(classifier, images, labels)[0])
         gain[target] = float(((holed.argmax(1) == labels).float() - (clean.argmax(1) == labels).float()).mean())
-        threat = pp.PatchThreat.square(image_size=(28, 28), percent=3)
-        proof = pp.defense("patchcleanser", classifier, threat, per_axis=3).certify(images[:300], labels[:300])
-        certified[target] = float(proof.certified.float().mean())
     assert gain["label"] > 0.05
     assert gain["label"] > gain["predicted"] + 0.03
-    assert certified["label"] < certified["predicted"]
 
 
 @pytest.mark.parametrize("name", ["greedy", "cutout"])

@@ -166,7 +166,9 @@ class Trainer:
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             if self.plan.augment == "light":
-                images = flip_and_crop(images, self.generator)
+                images, mirrored = flip_and_crop(images, self.generator)
+                if hasattr(self.strategy, "mirrored"):
+                    self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
             remembered = state_of(self.strategy) if shared else {}
@@ -279,17 +281,21 @@ def masked_loss(
     return loss, plain
 
 
-def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
-    """Each image mirrored with probability ½ and cut to a random part of 50 to 100% of its area, enlarged again."""
+def flip_and_crop(
+    images: Float[Tensor, "b c h w"], generator: torch.Generator
+) -> tuple[Float[Tensor, "b c h w"], Bool[Tensor, " b"]]:
+    """Each image mirrored with probability ½ and cut to a random part of 50 to 100% of its area, enlarged again; and
+    which ones are mirrored."""
     count = len(images)
     side = (SMALLEST_AREA + (1 - SMALLEST_AREA) * torch.rand(count, generator=generator)).sqrt()
     shift = (2 * torch.rand(count, 2, generator=generator) - 1) * (1 - side)[:, None]
-    mirrored = 1 - 2 * (torch.rand(count, generator=generator) < 0.5).float()
+    mirrored = torch.rand(count, generator=generator) < 0.5
     transform = torch.zeros(count, 2, 3)
-    transform[:, 0, 0], transform[:, 1, 1] = side * mirrored, side
+    transform[:, 0, 0], transform[:, 1, 1] = side * (1 - 2 * mirrored.float()), side
     transform[:, :, 2] = shift
     grid = functional.affine_grid(transform.to(images), list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    found = functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    return found, mirrored
 
 
 def _moment(device: torch.device) -> float | torch.cuda.Event:
