@@ -17,7 +17,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from patchproof.masking import Ensemble
+from patchproof.masking import Ensemble, Mirror, assembled
 from patchproof.models import (
     ImageClassifier,
     _build,
@@ -255,6 +255,21 @@ def test_members_of_an_ensemble_hide_pixels_their_own_way() -> None:
     ensemble = Ensemble([dark, drop, plain])
     assert torch.allclose(ensemble.masked(x, keep).exp(), expected, atol=1e-6)
     assert ensemble.fill == (0.1, 0.2, 0.3)
+
+
+def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask() -> None:
+    torch.manual_seed(0)
+    network = wrap(linear(4), num_classes=4, fill=(0.1, 0.2, 0.3))
+    x, keep = images(2, 3, 8, 8), torch.rand(2, 1, 8, 8) > 0.4
+    both = assembled("a", lambda _: network, mirror=True)
+    shown = torch.where(keep, x, torch.tensor([0.1, 0.2, 0.3])[:, None, None])
+    expected = (network(shown).softmax(1) + network(shown.flip(3)).softmax(1)) / 2
+    assert torch.allclose(both.masked(x, keep).exp(), expected, atol=1e-6)
+    assert torch.allclose(both(x).exp(), (network(x).softmax(1) + network(x.flip(3)).softmax(1)) / 2, atol=1e-6)
+    lowered = both.lowered(torch.bfloat16)
+    assert torch.allclose(lowered.masked(x, keep).exp(), expected, atol=0.02)
+    twice = Ensemble([network, Ensemble([network])])
+    assert len({weights_sha256(each) for each in (network, both, Mirror([network]), twice)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -823,7 +838,9 @@ def test_the_summary_is_plain_json_of_any_classifier(small: ImageClassifier) -> 
     unknown = dict.fromkeys(("source", "classes", "class_names", "mean", "std", "fill", "input_size"))
     assert classifier_summary(linear()) == {"architecture": "Sequential", **unknown, "parameters": 386}
     assert classifier_summary(torch.relu)["parameters"] == 0
-    assert json.loads(json.dumps(classifier_summary(Ensemble([small, small]))))["classes"] == 10
+    several = json.loads(json.dumps(classifier_summary(Ensemble([small, small]))))
+    assert several["classes"] == 10
+    assert [member["weights_sha256"] for member in several["members"]] == [weights_sha256(small)] * 2
 
 
 def test_labels_match_by_name_and_without_names_by_number(small: ImageClassifier, zoo: ImageClassifier) -> None:

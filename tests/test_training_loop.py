@@ -15,7 +15,7 @@ import patchproof as pp
 import reference
 from patchproof.data import ArraySource
 from patchproof.masking import MaskedForward
-from patchproof.models import load_classifier
+from patchproof.models import load_classifier, weights_sha256
 from patchproof.training import Plan
 from patchproof.training.checkpoint import load_training, save_training
 from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss
@@ -39,7 +39,13 @@ def trainer(plan: Plan, *, seed: int = 0, count: int = 26) -> Trainer:
 
 PLAN = Plan(strategy="greedy3x3", epochs=2, batch_size=8, learning_rate=0.05)
 VARIANTS = {
-    "memory": {"strategy": "memory", "memory_tries": "2,2,2,1", "clean_copies": True, "accumulate": 2},
+    "memory": {
+        "strategy": "memory",
+        "memory_tries": "2,2,2,1",
+        "augment": "light",
+        "clean_copies": True,
+        "accumulate": 2,
+    },
     "cutout": {"strategy": "cutout"},
     "adamw, average": {"strategy": "rand", "optimizer": "adamw", "ema": 0.9, "learning_rate": 0.001},
     "augmented, clean copies": {"strategy": "gutout3x3", "augment": "light", "clean_copies": True},
@@ -112,6 +118,34 @@ def test_the_loss_is_the_mean_cross_entropy_over_the_masked_copies(make, generat
     found, each = masked_loss(MaskedForward(classifier), images, labels, keep)
     assert found.item() == pytest.approx(sum(expected) / 8, rel=1e-5)
     assert each.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_answers_for_the_same_masked_copies(generator):
+    """Its outputs in the order of the classifier's; a share of 1 leaves the labels out."""
+    classifier = load_classifier("small", "random", class_names=("a", "b", "c"), seed=0)
+    other = load_classifier("small", "random", class_names=("c", "x", "a", "b"), seed=1)
+    images, labels = torch.rand(4, 3, 28, 28, generator=generator), torch.tensor([0, 1, 2, 0])
+    keep = torch.rand(2, 4, 1, 28, 28, generator=generator) > 0.3
+    data = TrainingData(source(), range(26), torch.arange(3), Preprocessing((28, 28)))
+    plan = dataclasses.replace(PLAN, strategy="none", teacher=pp.Ensemble([other, other]))
+    run = Trainer(classifier, data, plan, accelerator=Accelerator(cpu=True))
+    shown = torch.where(keep, images, classifier.mean[:, None, None]).flatten(0, 1)
+    wanted = other(shown)[:, [2, 3, 0]].log_softmax(dim=1)
+    own = classifier.eval()(shown).log_softmax(dim=1)
+    divergence = (wanted.exp() * (wanted - own)).sum(dim=1).mean().item()
+    for weight in (0.25, 1.0):
+        options = {"teacher": run.teacher, "teacher_weight": weight}
+        found, _ = masked_loss(MaskedForward(classifier), images, labels, keep, **options)
+        labelled = nn.functional.cross_entropy(own, labels.repeat(2)).item()
+        assert found.item() == pytest.approx((1 - weight) * labelled + weight * divergence, rel=1e-4)
+    next(run.run())
+    assert plan.describe()["teacher"] == weights_sha256(plan.teacher)
+    for wrong, words in (
+        (load_classifier("small", "random", class_names=("a", "b", "y")), "1 of the data set's 3 classes are not"),
+        (load_classifier("small", "random", num_classes=3, input_size=(32, 32)), r"takes images of \(32, 32\)"),
+    ):
+        with pytest.raises(InputError, match=words):
+            trainer(dataclasses.replace(plan, teacher=wrong))
 
 
 def test_parts_of_a_batch_add_up_to_the_whole():
@@ -202,10 +236,12 @@ def test_the_papers_schedule_divides_the_rate_by_ten_after_half_of_the_epochs():
 
 def test_light_augmentation_mirrors_and_crops_by_the_generator_alone():
     images = torch.rand(64, 3, 20, 20)
-    found = [flip_and_crop(images, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    found = [flip_and_crop(images, torch.Generator().manual_seed(s))[0] for s in (1, 1, 2)]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
     ramp = torch.linspace(0, 1, 20).expand(64, 1, 20, 20)
-    slope = (flip_and_crop(ramp, torch.Generator().manual_seed(3)).diff(dim=3)).mean(dim=(1, 2, 3)) * 19
+    turned, mirrored = flip_and_crop(ramp, torch.Generator().manual_seed(3))
+    slope = turned.diff(dim=3).mean(dim=(1, 2, 3)) * 19
+    assert torch.equal(slope < 0, mirrored)
     assert ((slope.abs() > 0.68) & (slope.abs() < 1.02)).all()
     assert 16 < int((slope < 0).sum()) < 48

@@ -12,7 +12,7 @@ from torch import nn
 
 import patchproof as pp
 import reference
-from patchproof.masking import evaluating
+from patchproof.masking import evaluating, show
 from patchproof.models import load_classifier
 from patchproof.training import STRATEGIES, masking_strategy, training_masks
 from patchproof.training.gradcam import grad_cam
@@ -164,15 +164,24 @@ def test_the_paper_sizes_at_224_and_28():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_gutout_hides_the_most_salient_place_and_then_again(number, generator):
+@pytest.mark.parametrize(
+    "options", [{}, {"target": "label"}, {"layer": "body.0", "upsampling": "nearest"}, {"upsampling": "bicubic"}]
+)
+def test_gutout_hides_the_most_salient_place_and_then_again(number, options, generator):
+    """By default, for the class predicted for what is still visible."""
     classifier, masks = Counting().eval(), training_masks((28, 28))[number]
     images, labels = torch.rand(6, 3, 28, 28, generator=generator), torch.arange(6) % 4
-    (keep,) = build(("gutout3x3", "gutout6x6")[number], (28, 28))(classifier, images, labels)
+    name = ("gutout3x3", "gutout6x6")[number]
+    strategy = masking_strategy(name, image_size=(28, 28), generator=generator, **options)
+    (keep,) = strategy(classifier, images, labels)
+    layer = classifier.body[0] if "layer" in options else None
     for image, label, kept in zip(images, labels, keep, strict=True):
         visible = torch.ones(28, 28, dtype=torch.bool)
         for _ in range(2):
             seen = torch.where(visible, image, 0.5)
-            salience = grad_cam(classifier, seen[None], label[None])[0]
+            aim = label[None] if options.get("target") == "label" else classifier(seen[None]).argmax(dim=1)
+            how = {"layer": layer, "upsampling": options.get("upsampling", "bilinear")}
+            salience = grad_cam(classifier, seen[None], aim, **how)[0]
             parts = [(slice(r.top, r.top + r.height), slice(r.left, r.left + r.width)) for r in masks.rects]
             visible[max(parts, key=lambda part: float(salience[part].sum()))] = False
         assert torch.equal(kept[0], visible)
@@ -223,6 +232,48 @@ def test_memory_chooses_and_counts_as_the_reference_over_epochs_of_changing_weig
     assert build("memory", (28, 28)).forwards == 8
 
 
+def test_memory_of_an_image_serves_its_mirror_image(generator):
+    """A mirrored network on mirrored images is asked about the mirror images of the masks remembered as worst."""
+    images, labels = torch.rand(5, 2, 28, 28, generator=generator), torch.arange(5) % 3
+    before, now, turned = (reference.Curved((28, 28), 3, generator) for _ in range(3))
+    for network in (before, now):
+        network.inner *= 0.05  # far from saturation, so that no two losses are equal
+    turned.inner, turned.outer = now.inner.flip(3), now.outer
+    every, chosen = torch.arange(5), []
+    for mirrored in (False, True):
+        strategy = masking_strategy("memory", image_size=(28, 28), generator=generator, tries=(2, 4, 2, 4))
+        strategy(before, images, labels, indices=every)
+        strategy.mirrored = torch.full((5,), mirrored)
+        shown, network = (images.flip(3), turned) if mirrored else (images, now)
+        keep = strategy(network, shown, labels, indices=every)
+        chosen.append(keep.flip(4) if mirrored else keep)
+    assert torch.equal(*chosen)
+    fresh = masking_strategy("memory", image_size=(28, 28), generator=generator, tries=(2, 4, 2, 4))
+    assert not torch.equal(fresh(now, images, labels, indices=every), chosen[0]), "the memory matters"
+
+
+@pytest.mark.slow
+def test_a_hole_aimed_at_the_label_tells_it_and_one_aimed_at_the_prediction_does_not():
+    """A network trained on holes that hide the evidence for the true label answers *better* with such a hole than
+    without: from where it is, it reads what the label is."""
+    train, test = (pp.open_dataset("fashion-mini", split=split) for split in ("train", "test"))
+    images = torch.from_numpy(test.pixels)[:, None].expand(-1, 3, -1, -1) / 255
+    labels = torch.tensor(test.labels)
+    gain = {}
+    for target in ("label", "predicted"):
+        start = load_classifier("small", "random", class_names=train.class_names, seed=0)
+        plan = pp.Plan(
+            strategy="gutout6x6", gutout_target=target, epochs=4, batch_size=48, learning_rate=0.1, schedule="cosine"
+        )
+        classifier = pp.train(start, train, plan, limit=2000).classifier
+        aimed = masking_strategy("gutout6x6", image_size=(28, 28), generator=torch.Generator(), target="label")
+        with torch.no_grad():
+            clean, holed = classifier(images), show(classifier, images, aimed(classifier, images, labels)[0])
+        gain[target] = float(((holed.argmax(1) == labels).float() - (clean.argmax(1) == labels).float()).mean())
+    assert gain["label"] > 0.05
+    assert gain["label"] > gain["predicted"] + 0.03
+
+
 @pytest.mark.parametrize("name", ["greedy", "cutout"])
 def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
     classifier = load_classifier("small", "random", num_classes=4)
@@ -241,6 +292,11 @@ def test_wrong_masks_and_options_are_refused():
     ):
         with pytest.raises(InputError, match=words):
             masking_strategy("memory", image_size=(28, 28), generator=torch.Generator(), **options)
+    gutout = masking_strategy("gutout", image_size=(28, 28), generator=torch.Generator(), layer="boddy.0")
+    with pytest.raises(InputError, match=r"the network has no layer `boddy.0`; e.g. `body.0`"):
+        gutout(Counting(), torch.zeros(1, 3, 28, 28), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(InputError, match="gutout_target must be"):
+        pp.Plan(gutout_target="truth")
     for wrong in ("0", "2,2", "two"):
         with pytest.raises(InputError, match="memory_tries must be one positive number or four"):
             pp.Plan(memory_tries=wrong)

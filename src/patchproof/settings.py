@@ -17,6 +17,8 @@ Optimizer = Literal["sgd", "adamw"]
 Augmentation = Literal["none", "light", "shift"]
 Ablation = Literal["column", "row", "block"]
 Certificate = Literal["count", "exact"]
+GutoutTarget = Literal["predicted", "label"]
+Upsampling = Literal["bilinear", "bicubic", "nearest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,13 @@ class TrainingSettings:
     a last one of 1 takes no pass."""
     memory_refresh: int = 0
     """Of `memory`: look at all masks again every so many epochs; 0: in the first alone."""
+    gutout_target: GutoutTarget = "predicted"
+    """Of `gutout`: the class whose evidence is hidden. Aimed at the label, the hole tells the network the label."""
+    gutout_layer: str | None = None
+    """Of `gutout`: name of the layer that Grad-CAM looks at; default: the last feature map, of a ViT the tokens that
+    enter the last block."""
+    gutout_upsampling: Upsampling = "bilinear"
+    """Of `gutout`: how the map is enlarged to the image."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
@@ -207,6 +216,10 @@ class TrainingSettings:
     """Of SGD."""
     weight_decay: float = 0.0
     """L2 penalty (sgd) or decoupled decay (adamw)."""
+    teacher: Any = None
+    """A classifier whose answers for the masked copies are learned too."""
+    teacher_weight: float = 0.5
+    """Share of the teacher's answers in the loss (KL divergence); the rest is that of the labels."""
     label_smoothing: float = 0.0
     """Share of the target spread over all classes."""
     ema: float = 0.0
@@ -234,7 +247,13 @@ class TrainingSettings:
     """Compile the network for the search of `greedy` and `grid`: some seconds at the start, a faster search after."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("schedule", Schedule), ("optimizer", Optimizer), ("augment", Augmentation)):
+        for name, allowed in (
+            ("schedule", Schedule),
+            ("optimizer", Optimizer),
+            ("augment", Augmentation),
+            ("gutout_target", GutoutTarget),
+            ("gutout_upsampling", Upsampling),
+        ):
             require_one_of(name, getattr(self, name), get_args(allowed))
         require_one_of("precision", self.precision, get_args(Precision))
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
@@ -247,6 +266,7 @@ class TrainingSettings:
                 self.loss == "cross-entropy" or self.strategy == "none",
                 f"must be `none` with the loss {self.loss!r}, which sees whole images",
             ),
+            ("loss", self.loss == "cross-entropy" or self.teacher is None, "must be cross-entropy with a teacher"),
             *((name, math.isfinite(getattr(self, name) or 0), "must be finite") for name in floats),
             ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
             ("epochs", self.epochs >= 1, "must be at least 1"),
@@ -256,6 +276,7 @@ class TrainingSettings:
             ("warmup_epochs", self.warmup_epochs >= 0, "cannot be negative"),
             ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
             ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
+            ("teacher_weight", 0 <= self.teacher_weight <= 1, "must be in [0, 1]"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
             ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),

@@ -24,6 +24,7 @@ from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._settings import (
     CertifySettings,
+    ModelSettings,
     PredictSettings,
     ThreatSettings,
     TrainSettings,
@@ -57,7 +58,8 @@ from patchproof.cli._stop import STOP
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
-from patchproof.models import EMBEDDED, ImageClassifier, replace_head
+from patchproof.masking import weight_names
+from patchproof.models import EMBEDDED, replace_head
 from patchproof.recipes import find_recipe
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
@@ -203,7 +205,7 @@ def standard_input() -> Image.Image:
     return picture
 
 
-def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:
+def defense_for(settings: PredictSettings, classifier: Any) -> Any:
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
     if settings.like is not None:
@@ -227,9 +229,7 @@ def defense_for(settings: PredictSettings, classifier: ImageClassifier) -> Any:
     return lambda size: defense(max(size) < 64, (size,) if settings.threat_space == "native" else ())
 
 
-def show_predictions(
-    answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: ImageClassifier
-) -> None:
+def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: Any) -> None:
     console, remarks = Console(), list(answers[0].remarks)
     try:  # the folder of all is said once, so that names fit on a line
         shared = os.path.commonpath([Path(found.path).parent for found in answers])
@@ -293,13 +293,21 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     tracker = None if settings.track == "none" else settings.track
     if tracker is not None and importlib.util.find_spec(tracker) is None:
         raise InputError(f"--track {tracker} needs a package that is not installed: pip install 'patchproof[track]'")
-    plan: Plan = part(settings, Plan)
+    plan: Plan = part(replace(settings, teacher=None), Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)
     if settings.model is None and settings.weights is None:
         raise InputError("no network is named to train: give --weights, e.g. a checkpoint folder, or --model")
+    if len(weight_names(settings.weights or "-")) > 1 or (settings.mirror and settings.teacher is None):
+        raise InputError("train fine-tunes one network; several, and --mirror, are for its --teacher")
     source, held_out, tested = open_sources(settings)
     folder = run_folder("train", settings, source)
-    classifier = open_classifier(settings, source.class_names)
+    if settings.teacher is not None:
+        kind = {f.name: getattr(settings, f.name) for f in fields(ModelSettings)}
+        teacher = open_classifier(
+            ModelSettings(**kind | {"model": None, "weights": settings.teacher, "drop_tokens": False})
+        )
+        plan = replace(plan, teacher=teacher)
+    classifier = open_classifier(replace(settings, mirror=False), source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
@@ -388,7 +396,8 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
     recipe = find_recipe(str(settings.recipe))
     kind = with_defense(CertifySettings, recipe.defense)
     shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)}
-    common = chosen(settings, *(shared - {"batch_size", "compile", "precision", "model", "split", "config"}))
+    left_out = {"batch_size", "compile", "precision", "model", "mirror", "split", "config"}
+    common = chosen(settings, *(shared - left_out))
     for expected in recipe.expectations:
         masks = "" if expected.masks is None else f"-{expected.masks}x{expected.masks}"
         values = common | {

@@ -52,7 +52,10 @@ class ModelSettings:
     a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
-    `random`; default: what the model is known to have, without a model the embedded demonstration network."""
+    `random`; default: what the model is known to have, without a model the embedded demonstration network. Several
+    with commas are an ensemble, which answers by the mean of their probabilities."""
+    mirror: bool = False
+    """Average the network with its answer for the mirrored image: twice the passes."""
     drop_tokens: bool = False
     """Of timm's ViTs: drop the tokens that a mask hides, and align masks to tokens; some two thirds of the work. A
     checkpoint that was trained so does it by itself."""
@@ -167,6 +170,9 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     loss: str = "cross-entropy"
     """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
     on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
+    teacher: str | None = None
+    """Weights, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror averages them
+    with those for the mirrored copies."""
     recipe: str | None = None
     """A row of the paper's tables, or a family of defences (`patchproof ls recipes`): sets what follows, and certifies
     at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from patchproof.cli._settings import BenchSettings, CertifySettings, DataSetting
 from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
-from patchproof.masking import Engine
+from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, checkpoint_architecture, known_weights, load_classifier
 from patchproof.runs import RunFolder, local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
@@ -38,11 +38,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def named_network(settings: ModelSettings) -> tuple[str, str]:
-    """--model and --weights, or their defaults, never random ones; nothing is loaded."""
+    """--model and --weights, or their defaults, never random ones; nothing is loaded. Of several, the first model."""
     if settings.weights == "" or settings.model == "":
         raise InputError("--model and --weights cannot be empty; leave them out for the default")
     if settings.weights is None and settings.model is None:
         return "small", EMBEDDED
+    names = weight_names(settings.weights) if settings.weights else []
+    if len(names) > 1:
+        return named_network(replace(settings, weights=names[0]))[0], ",".join(names)
     own = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}.get(settings.weights or "")
     model = settings.model or own or checkpoint_architecture(Path(str(settings.weights)))
     if model is None:
@@ -55,17 +58,20 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
     return model, weights
 
 
-def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> ImageClassifier:
+def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None = None) -> Any:
     """The classifier of --model and --weights, on --device, at --image-size if given; random weights get these
-    classes."""
+    classes. Several weights are an ensemble."""
     if not 0 <= settings.seed < 2**63:
         raise InputError(f"--seed must be in [0, 2^63), not {settings.seed}")
-    device, (model, weights) = choose_device(settings.device), named_network(settings)
-    names = class_names if weights == "random" else None
-    size = parse_size(settings.image_size) if settings.image_size else None
-    classifier = load_classifier(
-        model, weights, class_names=names, input_size=size, seed=settings.seed, drop_tokens=settings.drop_tokens
-    )
+    device, size = choose_device(settings.device), parse_size(settings.image_size) if settings.image_size else None
+
+    def load(name: str) -> ImageClassifier:
+        model, weights = named_network(replace(settings, weights=name))
+        names = class_names if weights == "random" else None
+        options: dict[str, Any] = {"input_size": size, "seed": settings.seed, "drop_tokens": settings.drop_tokens}
+        return load_classifier(model, weights, class_names=names, **options)
+
+    classifier: Any = assembled(named_network(settings)[1], load, mirror=settings.mirror)
     return classifier.to(device).to(memory_format=torch.channels_last)
 
 
@@ -75,9 +81,7 @@ def open_source(settings: DataSettings) -> ImageSource:
     return open_dataset(settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download)
 
 
-def build_defense(
-    settings: Any, classifier: ImageClassifier, *, low_resolution: bool, native: Collection[Size] = ()
-) -> Any:
+def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, native: Collection[Size] = ()) -> Any:
     """The defence against 𝓡 at the network input: as given, or as the footprint of a patch on images of the `native`
     sizes."""
     size = classifier.input_size
@@ -122,7 +126,8 @@ def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
         kind += f"-{settings.patches}patches" if settings.patches > 1 else ""
         space = "-native" if settings.threat_space == "native" else ""
-        name += f"{Path(weights).name}-{settings.patch}{masks}{kind}{space}"
+        networks = "+".join(Path(each).name for each in weight_names(weights)) + ("-mirror" if settings.mirror else "")
+        name += f"{networks}-{settings.patch}{masks}{kind}{space}"
     if command == "attack":
         plain, plan = AttackPlan(), part(settings, AttackPlan)
         name += f"-{plan.steps}steps-{plan.restarts}restarts-{plan.places}places"

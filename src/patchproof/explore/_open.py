@@ -13,7 +13,7 @@ from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
 from patchproof.geometry import PatchThreat, parse_patches
-from patchproof.masking import masks_for
+from patchproof.masking import assembled, masks_for, weight_names
 from patchproof.models import checkpoint_architecture, load_classifier
 from patchproof.runs import (
     Record,
@@ -94,7 +94,7 @@ def open_explorer(
     )
 
 
-def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> models.ImageClassifier:
+def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> Any:
     """The classifier whose weights have the sha256 of the manifest."""
     wanted, tried = run.weights_sha256, []
     if wanted is None or run.image_size is None or not run.patch_sizes:
@@ -105,12 +105,22 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
     seed = run.config.get("seed")
     options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
     options["drop_tokens"] = run.config.get("drop_tokens") is True
-    places = [str(place) for place, _ in find_weights(run) if place.exists()]
-    for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
+
+    def load(name: str) -> models.ImageClassifier:
         classes = len(run.class_names) or None if name == "random" else None
+        architecture = model or checkpoint_architecture(Path(name)) or recorded
+        return load_classifier(architecture, name, num_classes=classes, **options)
+
+    places = [str(place) for place, _ in find_weights(run) if place.exists()]
+    if "," in (run.weights or ""):  # several networks, each found as one is
+        found_of = [
+            [str(p) for p, _ in find_weights(replace(run, weights=w)) if p.exists()]
+            for w in weight_names(str(run.weights))
+        ]
+        places = [",".join(found[0] for found in found_of)] if all(found_of) else []
+    for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
         try:
-            architecture = model or checkpoint_architecture(Path(name)) or recorded
-            classifier = load_classifier(architecture, name, num_classes=classes, **options)
+            classifier = assembled(name, load, mirror=run.config.get("mirror") is True)
         except PatchproofError as error:
             tried.append(str(error))
             continue

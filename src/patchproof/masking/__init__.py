@@ -4,10 +4,10 @@ Certification, prediction, the training search, attacks and the explorer all eva
 `Evaluator`, in chunks of (image × mask): memory depends on the chunk, not on the batch or the number of masks.
 """
 
-from patchproof.masking._arithmetic import AUTOCAST, evaluating, network, tf32
+from patchproof.masking._arithmetic import AUTOCAST, Network, evaluating, network, tf32
 from patchproof.masking._checks import check_classifier
 from patchproof.masking._drift import Drift, margin_changes, measure_drift
-from patchproof.masking._ensemble import Ensemble
+from patchproof.masking._ensemble import Ensemble, Mirror, assembled, weight_names
 from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import (
     MaskedForward,
@@ -38,10 +38,13 @@ __all__ = [
     "Evaluator",
     "MaskedForward",
     "Measured",
+    "Mirror",
+    "Network",
     "Objective",
     "Redone",
     "Views",
     "as_images",
+    "assembled",
     "check_classifier",
     "default_batch",
     "evaluating",
@@ -60,4 +63,5 @@ __all__ = [
     "show",
     "tf32",
     "top_two",
+    "weight_names",
 ]

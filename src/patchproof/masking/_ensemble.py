@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Ensemble(nn.Module):
         """The ensemble of the members' lowered forms; None where one has none."""
         offered = [getattr(member, "lowered", lambda *_, **__: None) for member in self.members]
         forms: list[Any] = [lower(dtype, compiled=compiled) for lower in offered]
-        return None if None in forms else Ensemble(forms).eval()
+        return None if None in forms else type(self)(forms).eval()
 
     def refresh(self) -> None:
         """`refresh` of every member that has it."""
@@ -75,6 +76,38 @@ class Ensemble(nn.Module):
             if value != values[0]:
                 raise InputError(f"the members of an ensemble must agree in {name}: {values[0]!r:.60}, {value!r:.60}")
         return values[0] if values else None
+
+
+class Mirror(Ensemble):
+    """The members' answer for the mirrored image, under the mirrored mask."""
+
+    mirrored = True
+
+    def __init__(self, members: Sequence[Classifier]) -> None:
+        super().__init__(members)
+        self.architecture = f"mirrored {', '.join(getattr(m, 'architecture', type(m).__name__) for m in members)}"
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        return super().forward(images.flip(3))
+
+    def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
+        return super().masked(images.flip(3), keep.flip(3))
+
+
+def weight_names(weights: str) -> list[str]:
+    """`a,b` names two networks, unless it is a path that exists."""
+    names = [weights] if Path(weights).expanduser().exists() else [name.strip() for name in weights.split(",")]
+    if not all(names):
+        raise InputError(f"weights of several networks are separated by one comma each, e.g. a,b, not `{weights}`")
+    return names
+
+
+def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool = False) -> Classifier:
+    """The network that `weights` names, or the ensemble of several; with `mirror`, averaged with its answer for the
+    mirrored image."""
+    members = [load(name) for name in weight_names(weights)]
+    found = members[0] if len(members) == 1 else Ensemble(members)
+    return Ensemble([found, Mirror([found])]) if mirror else found
 
 
 def _log_mean(logits: Sequence[Tensor]) -> Tensor:

@@ -176,9 +176,10 @@ class Evaluator(InChunks):
         copies, count = copies.to(images.device), len(copies.image)
         networks = cache(partial(network, self.classifier, precision=precision))
         order = None
-        if keep is not None and getattr(self.classifier, "token_size", None) is not None:
-            visible = keep.flatten(1).float()
-            order = (visible @ visible.T)[copies.first, copies.second].argsort(stable=True)
+        tokens = getattr(self.classifier, "token_size", None)
+        if keep is not None and tokens is not None:
+            corners = keep[:, 0, :: tokens[0], :: tokens[1]].flatten(1)
+            order = (corners[copies.first] & corners[copies.second]).sum(dim=1).argsort(stable=True)
             copies = copies.chosen(order)
 
         def batch(start: int) -> tuple[int, Tensor]:

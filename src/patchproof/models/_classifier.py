@@ -256,6 +256,7 @@ def weights_sha256(classifier: Classifier) -> str | None:
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts = [weights_sha256(member) for member in members]
+        parts += ["mirrored"] if getattr(classifier, "mirrored", False) else []
         return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
 
@@ -269,13 +270,17 @@ def state_sha256(state: Mapping[str, Tensor]) -> str:
 
 
 def classifier_summary(classifier: Classifier) -> dict[str, Any]:
-    """What a manifest says of a classifier; None where it does not say."""
+    """What a manifest says of a classifier, and of each member of an ensemble; None where it does not say."""
 
     def listed(name: str) -> list[Any] | None:
         value = getattr(classifier, name, None)
         return None if value is None else list(value)
 
     parameters = classifier.parameters() if isinstance(classifier, nn.Module) else ()
+    members = [
+        classifier_summary(member) | {"weights_sha256": weights_sha256(member)}
+        for member in getattr(classifier, "members", ())
+    ]
     return {
         "architecture": getattr(classifier, "architecture", type(classifier).__name__),
         "source": getattr(classifier, "source", None),
@@ -285,8 +290,9 @@ def classifier_summary(classifier: Classifier) -> dict[str, Any]:
         "std": listed("scale"),
         "fill": None if (fill := mask_colour(classifier)) is None else list(fill),
         "input_size": listed("input_size"),
-        "drop_tokens": bool(getattr(classifier, "drop_tokens", False)),
         "parameters": sum(parameter.numel() for parameter in parameters),
+        **({"drop_tokens": True} if getattr(classifier, "drop_tokens", False) else {}),
+        **({"members": members} if members else {}),
     }
 
 

@@ -62,7 +62,10 @@ def source_facts(source: ImageSource, indices: Sequence[int] | None = None) -> d
 
 def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str]:
     """What a reader must know of the network beside any number: untrained, for demonstrations, or not independent of
-    the images with this digest."""
+    the images with this digest. Of an ensemble, what holds of any member."""
+    members = getattr(classifier, "members", None)
+    if members is not None:
+        return list(dict.fromkeys(remark for each in members for remark in network_remarks(each, data_sha256)))
     source, history = str(getattr(classifier, "source", "")), getattr(classifier, "history", {})
     remarks = []
     if source.startswith("random weights"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.masking import show
+from patchproof.settings import Upsampling
 from patchproof.types import Classifier, InputError, Size
 
 POOLING = re.compile(r"(^|\.)(head|global_pool|attn_pool)(\.|$)")
@@ -21,15 +24,17 @@ _SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def grad_cam(
     classifier: Classifier,
     images: Float[Tensor, "b c h w"],
-    labels: Int64[Tensor, " b"],
+    labels: Int64[Tensor, " b"] | None = None,
     *,
     keep: Bool[Tensor, "b 1 h w"] | None = None,
     layer: nn.Module | None = None,
+    upsampling: Upsampling = "bilinear",
 ) -> Float[Tensor, "b h w"]:
     """relu(Σ_c ᾱ_c A_c), ᾱ_c the mean of ∂logit_y/∂A_c over positions, enlarged to the image; on x ⊙ m with `keep`.
 
-    A is the output of `layer`; by default the last feature map of a convolutional network, or the normalised tokens
-    that enter the last block of a ViT (after that block only the class token still counts).
+    y is the label, or without labels the class that the classifier predicts for what it is shown. A is the output of
+    `layer`; by default the last feature map of a convolutional network, or the normalised tokens that enter the last
+    block of a ViT (after that block only the class token still counts).
     """
     if not isinstance(classifier, nn.Module):
         raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
@@ -45,14 +50,27 @@ def grad_cam(
         with torch.no_grad():
             logits = show(classifier, images, keep)
             (activations,) = captured
-            (gradients,) = torch.autograd.grad(logits.gather(1, labels[:, None]).sum(), activations)
+            aim = logits.argmax(dim=1) if labels is None else labels
+            (gradients,) = torch.autograd.grad(logits.gather(1, aim[:, None]).sum(), activations)
     finally:
         handle.remove()
     size = (int(images.shape[2]), int(images.shape[3]))
     activations, gradients = (_as_grid(classifier, v.float(), size) for v in (activations.detach(), gradients))
     weights = gradients.mean(dim=(2, 3), keepdim=True)
     salience = (weights * activations).sum(dim=1, keepdim=True).relu()
-    return functional.interpolate(salience, size=size, mode="bilinear", align_corners=False)[:, 0]
+    corners = None if upsampling == "nearest" else False
+    return functional.interpolate(salience, size=size, mode=upsampling, align_corners=corners)[:, 0]
+
+
+def named_layer(classifier: Any, name: str) -> nn.Module:
+    """The layer of this name in the network."""
+    network = getattr(classifier, "module", classifier)
+    try:
+        return network.get_submodule(name)
+    except AttributeError as error:
+        known = [part for part, _ in network.named_modules() if part]
+        near = difflib.get_close_matches(name, known, n=1) or known[-1:]
+        raise InputError(f"the network has no layer `{name}`; e.g. `{near[0]}`") from error
 
 
 def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.Module:

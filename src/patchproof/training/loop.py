@@ -17,8 +17,17 @@ from torch.nn import functional
 
 from patchproof.data import Batch, ImageSource, iterate_batches
 from patchproof.geometry import PatchThreat, parse_patches
-from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, require_classes, tf32
-from patchproof.models import ImageClassifier
+from patchproof.masking import (
+    Engine,
+    MaskedForward,
+    Network,
+    images_ahead,
+    label_range,
+    network,
+    require_classes,
+    tf32,
+)
+from patchproof.models import ImageClassifier, match_labels
 from patchproof.training.losses import LOSSES, Loss
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
@@ -95,7 +104,8 @@ class Trainer:
             optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay)
         patch = PatchThreat(classifier.input_size, parse_patches(plan.mask_patch, classifier.input_size))
         loss = LOSSES[plan.loss](classifier, patch) if isinstance(plan.loss, str) else plan.loss
-        self.model, self.optimizer = accelerator.prepare(StepLoss(classifier, loss, plan.label_smoothing), optimizer)
+        teacher = None if plan.teacher is None else _teacher(plan, classifier, accelerator.device)
+        self.model, self.optimizer = accelerator.prepare(StepLoss(classifier, plan, loss, teacher), optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
         if isinstance(plan.strategy, str):
@@ -160,7 +170,10 @@ class Trainer:
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             if self.plan.augment != "none":
-                images = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment](images, self.generator)
+                augment = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment]
+                images, mirrored = augment(images, self.generator)
+                if hasattr(self.strategy, "mirrored"):
+                    self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
             remembered = state_of(self.strategy) if shared else {}
@@ -245,17 +258,27 @@ class StepLoss(nn.Module):
     """The loss of a part of a batch as a module's forward pass, for what wraps modules: DistributedDataParallel, mixed
     precision."""
 
-    def __init__(self, classifier: ImageClassifier, loss: Loss | None, smoothing: float) -> None:
+    def __init__(
+        self, classifier: ImageClassifier, plan: Plan, loss: Loss | None = None, teacher: Network | None = None
+    ) -> None:
         super().__init__()
         self.classifier, self.masked = classifier, MaskedForward(classifier)
-        self.loss, self.smoothing = loss, smoothing
+        self.plan, self.loss, self.teacher = plan, loss, teacher
 
     def forward(
         self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
         """The mean, and the loss of each copy; a loss on whole images has none of its own for them."""
         if self.loss is None:
-            return masked_loss(self.masked, images, labels, keep, smoothing=self.smoothing)
+            return masked_loss(
+                self.masked,
+                images,
+                labels,
+                keep,
+                smoothing=self.plan.label_smoothing,
+                teacher=self.teacher,
+                teacher_weight=self.plan.teacher_weight,
+            )
         mean = self.loss(self.classifier, images, labels, progress)
         return mean, mean.detach().expand(keep.shape[:2])
 
@@ -267,30 +290,47 @@ def masked_loss(
     keep: Bool[Tensor, "copies b 1 h w"],
     *,
     smoothing: float = 0.0,
+    teacher: Network | None = None,
+    teacher_weight: float = 0.5,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
-    """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it."""
+    """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it.
+
+    With a teacher T, (1 − w)·CE + w·KL(T(x ⊙ m) ‖ F(x ⊙ m)): it answers for the very copies that are learned from.
+    """
     every = torch.arange(len(images), device=images.device).repeat(len(keep))  # indexing keeps channels last
     logits = model(images[every], keep.flatten(0, 1)).float()
     plain = functional.cross_entropy(logits.detach(), labels[every], reduction="none").view(keep.shape[:2])
-    return functional.cross_entropy(logits, labels[every], label_smoothing=smoothing), plain
+    loss = functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
+    if teacher is not None:
+        with torch.no_grad():
+            wanted = teacher(images[every], keep.flatten(0, 1)).clone().log_softmax(dim=1)
+        divergence = functional.kl_div(logits.log_softmax(dim=1), wanted, reduction="batchmean", log_target=True)
+        loss = torch.lerp(loss, divergence, teacher_weight)
+    return loss, plain
 
 
-def flip_and_crop(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
-    """Each image mirrored with probability ½ and cut to a random part of 50 to 100% of its area, enlarged again."""
+def flip_and_crop(
+    images: Float[Tensor, "b c h w"], generator: torch.Generator
+) -> tuple[Float[Tensor, "b c h w"], Bool[Tensor, " b"]]:
+    """Each image mirrored with probability ½ and cut to a random part of 50 to 100% of its area, enlarged again; and
+    which ones are mirrored."""
     count = len(images)
     side = (SMALLEST_AREA + (1 - SMALLEST_AREA) * torch.rand(count, generator=generator)).sqrt()
     shift = (2 * torch.rand(count, 2, generator=generator) - 1) * (1 - side)[:, None]
-    mirrored = 1 - 2 * (torch.rand(count, generator=generator) < 0.5).float()
+    mirrored = torch.rand(count, generator=generator) < 0.5
     transform = torch.zeros(count, 2, 3)
-    transform[:, 0, 0], transform[:, 1, 1] = side * mirrored, side
+    transform[:, 0, 0], transform[:, 1, 1] = side * (1 - 2 * mirrored.float()), side
     transform[:, :, 2] = shift
     grid = functional.affine_grid(transform.to(images), list(images.shape), align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    found = functional.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    return found, mirrored
 
 
-def flip_and_shift(images: Float[Tensor, "b c h w"], generator: torch.Generator) -> Float[Tensor, "b c h w"]:
+def flip_and_shift(
+    images: Float[Tensor, "b c h w"], generator: torch.Generator
+) -> tuple[Float[Tensor, "b c h w"], Bool[Tensor, " b"]]:
     """Each image mirrored with probability ½ and shifted by up to an eighth of each side (4 of 32 pixels), reflected at
-    the border."""
+    the border; and which ones are mirrored."""
     count, sides = len(images), images.shape[-2:]
 
     def sources(length: int) -> Int64[Tensor, "b n"]:
@@ -299,10 +339,11 @@ def flip_and_shift(images: Float[Tensor, "b c h w"], generator: torch.Generator)
         return torch.minimum(place, 2 * (length - 1) - place)
 
     rows, columns = map(sources, sides)
-    mirrored = torch.rand(count, 1, generator=generator) < 0.5
-    columns = torch.where(mirrored, sides[1] - 1 - columns, columns).to(images.device)
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    columns = torch.where(mirrored[:, None], sides[1] - 1 - columns, columns).to(images.device)
     every = torch.arange(count, device=images.device)[:, None, None]
-    return images.permute(0, 2, 3, 1)[every, rows.to(images.device)[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+    found = images.permute(0, 2, 3, 1)[every, rows.to(images.device)[:, :, None], columns[:, None]]
+    return found.permute(0, 3, 1, 2), mirrored
 
 
 def _moment(device: torch.device) -> float | torch.cuda.Event:
@@ -330,6 +371,22 @@ def _mixed(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
         state ^= state >> 31
     return state % 2**63
+
+
+def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> Network:
+    """The plan's teacher, its outputs in the order of the classifier's."""
+    size = getattr(plan.teacher, "input_size", None)
+    if size not in (None, classifier.input_size):
+        raise InputError(f"the teacher takes images of {size}, the network {classifier.input_size}")
+    outputs = torch.arange(classifier.num_classes)
+    if classifier.class_names is not None:
+        outputs = torch.tensor(match_labels(classifier.class_names, plan.teacher))
+    elif getattr(plan.teacher, "num_classes", classifier.num_classes) != classifier.num_classes:
+        raise InputError(f"the teacher has {plan.teacher.num_classes} classes, the network {classifier.num_classes}")
+    teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
+    answer = network(teacher, precision=plan.precision)
+    outputs = outputs.to(device)
+    return lambda images, keep: answer(images, keep)[:, outputs]
 
 
 def _head(classifier: ImageClassifier) -> nn.Module:

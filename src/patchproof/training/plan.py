@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
 from patchproof.training.strategies import MaskingStrategy, require_strategy
@@ -28,8 +29,10 @@ class Plan(TrainingSettings):
             require_strategy(self.strategy)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, a strategy or loss of the user's own by its type and, where it has one, its `describe()`."""
+        """As JSON: a strategy or loss of the user's own by its type and, where it has one, its `describe()`; the
+        teacher by the sha256 of its weights."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Plan)}
+        values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher)
         for name in ("strategy", "loss"):
             if not isinstance(given := values[name], str):
                 own: Any = given if hasattr(given, "__qualname__") else type(given)
@@ -39,7 +42,11 @@ class Plan(TrainingSettings):
 
     def strategy_options(self) -> dict[str, Any]:
         """The options of a strategy that is given by its name."""
-        return {"tries": self.tries(), "refresh": self.memory_refresh} if self.strategy == "memory" else {}
+        if self.strategy == "memory":
+            return {"tries": self.tries(), "refresh": self.memory_refresh}
+        if str(self.strategy).startswith("gutout"):
+            return {name: getattr(self, f"gutout_{name}") for name in ("target", "layer", "upsampling")}
+        return {}
 
     def rate(self, epoch: float) -> float:
         """Learning rate at a (fractional) epoch."""

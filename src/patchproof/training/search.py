@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from patchproof.geometry import Fields, MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
-from patchproof.settings import Ablation
-from patchproof.training.gradcam import grad_cam
+from patchproof.settings import Ablation, GutoutTarget, Upsampling
+from patchproof.training.gradcam import grad_cam, named_layer
 from patchproof.types import Classifier, InputError
 
 CUTOUT_SHARE = 128 / 224
@@ -172,8 +172,17 @@ class RandomMasks(Named):
         return masks.keep(search.images.device)[chosen].all(dim=0)
 
 
+@dataclass
 class Gutout(Named):
-    """gutout_k×k: twice, hide the mask position with the most Grad-CAM salience (Choi et al. 2020)."""
+    """gutout_k×k: twice, hide the mask position with the most Grad-CAM salience (Choi et al. 2020).
+
+    The evidence is that for the class predicted for what is still visible. With the target `label` it is that for the
+    true label: then the place of the hole tells the network which label it is (docs/training.md).
+    """
+
+    target: GutoutTarget = "predicted"
+    layer: str | None = None
+    upsampling: Upsampling = "bilinear"
 
     @property
     def forwards(self) -> int:
@@ -184,8 +193,11 @@ class Gutout(Named):
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         every = masks.keep(search.images.device)
         keep = torch.ones_like(every[:1]).expand(len(search.images), -1, -1, -1)
+        classifier: Any = search.evaluator.classifier
+        labels = search.labels if self.target == "label" else None
+        layer = None if self.layer is None else named_layer(classifier, self.layer)
         for _ in range(2):
-            salience = grad_cam(search.evaluator.classifier, search.images, search.labels, keep=keep)
+            salience = grad_cam(classifier, search.images, labels, keep=keep, layer=layer, upsampling=self.upsampling)
             hidden = torch.einsum("bhw,nhw->bn", salience, (~every[:, 0]).float())
             keep = keep & every[hidden.argmax(dim=1)]
         return keep
@@ -233,6 +245,7 @@ class MultiSizeGreedy(Named):
 
     def __post_init__(self) -> None:
         self.coarse, self.fine = self.mask_sets
+        self.made: dict[torch.device, Tensor] = {}
         # For each coarse mask the fine ones that cover it; of one patch's 3×3 and 6×6 sets, four.
         self.children = [self.fine.children(rect) for rect in self.coarse.blocks]
         # [coarse, fine]: which fine masks lie inside which coarse ones.
@@ -266,7 +279,9 @@ class MultiSizeGreedy(Named):
 
     def keep(self, device: torch.device) -> Bool[Tensor, "n 1 h w"]:
         """Fine masks follow the coarse ones, so mask i of the fine set is len(coarse) + i here."""
-        return torch.cat([self.coarse.keep(device), self.fine.keep(device)])
+        if device not in self.made:
+            self.made[device] = torch.cat([self.coarse.keep(device), self.fine.keep(device)])
+        return self.made[device]
 
     def children_of(self, parent: Masks) -> Int64[Tensor, "b k"]:
         """The fine masks that cover each coarse one; −1 where it has fewer of them than others."""
@@ -305,7 +320,8 @@ class Memory(MultiSizeGreedy):
     An image is searched in full when it is first seen, and every `refresh` epochs. Otherwise each round tries again
     those masks whose remembered losses are largest, as many as `tries` says; masks never tried come first. Losses given
     M11 are remembered whatever M11 was at the time. With one try the last round takes no pass: the mask is part of a
-    copy that is learned from, and the training step tells its loss (`observe`).
+    copy that is learned from, and the training step tells its loss (`observe`). `mirrored` says before a call which of
+    its images are mirrored.
     """
 
     tries: tuple[int, int, int, int] = (2, 2, 2, 2)
@@ -321,6 +337,11 @@ class Memory(MultiSizeGreedy):
         # what is of no use: masks −1, and training losses of masks that the search has tried.
         self.table = torch.zeros(0, 2 * (len(self.coarse) + len(self.fine)) + 1)
         self.untried: Int64[Tensor, " b"] | None = None
+        self.mirrored: Bool[Tensor, " b"] | None = None
+        # The mask at the same place of the mirrored image.
+        widths = [(len(masks), len(masks.axes[1])) for masks in self.mask_sets]
+        places = [torch.arange(count).view(-1, width).flip(1).flatten() for count, width in widths]
+        self.opposite = torch.cat([places[0], places[1] + len(self.coarse)])
 
     @property
     def forwards(self) -> int:
@@ -337,19 +358,22 @@ class Memory(MultiSizeGreedy):
         new = self.table[search.indices, 0].isnan()
         if self.refresh and search.epoch % self.refresh == 0:
             new = torch.ones_like(new)
+        mirrored = torch.zeros_like(new) if self.mirrored is None else self.mirrored.to(new.device)
         keep = torch.ones_like(search.images[:, :1], dtype=torch.bool).repeat(2, 1, 1, 1, 1)
         self.untried = torch.full_like(search.indices, -1)
         for full in (True, False):
             rows = torch.nonzero(new == full)[:, 0]
             if len(rows):
                 some = Search(search.evaluator, search.images[rows], search.labels[rows], search.indices[rows])
-                keep[:, rows], m6, loss = self.rounds(some, partial(self.remembered, some, full=full))
-                self.untried[rows] = torch.where(loss.isnan(), self.columns(3, m6), -1)[:, 0]
+                columns = partial(self.columns, mirrored[rows, None])
+                keep[:, rows], m6, loss = self.rounds(some, partial(self.remembered, some, columns, full=full))
+                self.untried[rows] = torch.where(loss.isnan(), columns(3, m6), -1)[:, 0]
         return keep
 
     def remembered(
         self,
         search: Search,
+        columns: Callable[[int, Tensor], Tensor],
         turn: int,
         masks: Int64[Tensor, "b k"],
         *,
@@ -361,20 +385,22 @@ class Memory(MultiSizeGreedy):
         assert search.indices is not None
         images = search.indices[:, None]
         if not full:
-            losses = self.table[images, self.columns(turn, masks)].nan_to_num(torch.inf)
+            losses = self.table[images, columns(turn, masks)].nan_to_num(torch.inf)
             order = losses.where(masks >= 0, -torch.inf).argsort(dim=1, descending=True, stable=True)
             tried = order[:, : self.tries[turn]].sort(dim=1).values  # ties go to the lowest mask again
             masks, known = masks.gather(1, tried), None if known is None else known.gather(1, tried)
             if turn == 3 and self.tries[turn] == 1:
                 return masks, torch.full_like(masks, torch.nan, dtype=losses.dtype)
         losses = self.losses(search, masks, given, known)
-        self.table[images, self.columns(turn, masks)] = losses
+        self.table[images, columns(turn, masks)] = losses
         worst = losses.argmax(dim=1, keepdim=True)
         return masks.gather(1, worst), losses.gather(1, worst)
 
-    def columns(self, turn: int, masks: Int64[Tensor, "b k"]) -> Int64[Tensor, "b k"]:
-        """Where the table holds these masks; masks −1 in its last column."""
-        return torch.where(masks >= 0, masks + (len(self.coarse) + len(self.fine)) * (turn // 2), -1)
+    def columns(self, mirrored: Bool[Tensor, "b 1"], turn: int, masks: Int64[Tensor, "b k"]) -> Int64[Tensor, "b k"]:
+        """Where the table holds these masks, for a mirrored image as their mirror images; masks −1 in its last
+        column."""
+        own = torch.where(mirrored, self.opposite.to(masks.device)[masks], masks)
+        return torch.where(masks >= 0, own + len(self.opposite) * (turn // 2), -1)
 
     def observe(self, losses: Float[Tensor, "2 b"], *, indices: Int64[Tensor, " b"]) -> None:
         """The losses of the copies in the training step: that of x ⊙ M11 ⊙ m6 where the search did not try it."""
