@@ -20,7 +20,8 @@ def manifest(*, count: int, available: int | None = None, **changes: Any) -> dic
     """What `patchproof certify` writes; `changes` replace parts, "identity.x" those inside one."""
     side, patch, per_axis = changes.pop("side", 28), changes.pop("patch", 5), changes.pop("per_axis", 3)
     classes = list(changes.pop("classes", CLASSES))
-    masks = covering_masks(PatchThreat((side, side), ((patch, patch),)), per_axis=per_axis)
+    patches = changes.get("identity.defense.patches", 1)
+    masks = covering_masks(PatchThreat((side, side), ((patch, patch),), patches), per_axis=per_axis)
     content: dict[str, Any] = {
         "schema": 1,
         "command": "certify",
@@ -44,7 +45,7 @@ def manifest(*, count: int, available: int | None = None, **changes: Any) -> dic
         "data": {"name": "pets", "split": "all", "images": available or count, "class_names": classes},
         "masks": {
             "image_size": [side, side],
-            "rects": [[r.top, r.left, r.height, r.width] for r in masks.rects],
+            "rects": masks.numbers,
         },
         "tau": {"fast": 0.0, "fp32": 1e-4},
         "device": "cpu",

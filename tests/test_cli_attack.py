@@ -77,60 +77,45 @@ def test_records_and_results_hold_the_sandwich_beside_what_certify_finds(checkpo
     assert (manifest["command"], manifest["identity"]["attack"]["steps"]) == ("attack", 2)
 
 
-def test_every_patch_that_changed_an_answer_is_kept_and_changes_it_again(tmp_path):
+@pytest.mark.parametrize("patches", [1, 2])
+def test_every_patch_that_changed_an_answer_is_kept_shown_and_changes_it_again(tmp_path, patches):
     classifier, data = plain_network(), pp.open_dataset("fashion-mini")
     classifier.load_state_dict(plain_weights())
-    defense = pp.defense("patchcleanser", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=9), per_axis=3)
-    pp.attack(defense, data, pp.AttackPlan(steps=2, restarts=1, places=1), folder=tmp_path / "a", limit=20)
-    targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
-    seen = {"defended": 0, "undefended": 0}
-    for record in records("a"):
-        path = Path("a/patches") / f"{record['index']}.safetensors"
-        kept = load_file(path) if path.exists() else {}
-        fell = {"defended": record["place"] is not None}
-        fell["undefended"] = record["undefended"] and not record["undefended_attacked"]
-        for name, predict in targets.items():
-            assert (name in kept) == fell[name]
-            if fell[name]:
-                top, left, height, width = kept[f"{name}_place"].tolist()
-                image = as_images(preprocess(data.load(record["index"]), Preprocessing(resize=(28, 28)))[None], "cpu")
-                image[0, :, top : top + height, left : left + width] = kept[name]
-                assert predict(image).tolist() == [int(kept[f"{name}_label"])] != [record["label"]]
-                seen[name] += 1
-        if fell["defended"]:
-            assert (record["place"], record["attacked_label"]) == (
-                kept["defended_place"].tolist(),
-                int(kept["defended_label"]),
-            )
-    assert min(seen.values()) > 0
-
-
-def test_both_of_two_patches_are_kept_recorded_and_shown(tmp_path):
-    classifier, data = plain_network(), pp.open_dataset("fashion-mini")
-    classifier.load_state_dict(plain_weights())
-    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=7, patches=2)
+    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=9 if patches == 1 else 7, patches=patches)
     defense = pp.defense("patchcleanser", classifier, threat, per_axis=3)
     plan = pp.AttackPlan(steps=2, restarts=1, places=1, step_size=1.0)
     found = pp.attack(defense, data, plan, folder=tmp_path / "a", limit=5)
-    run = read_run(tmp_path / "a")
-    assert (run.records, run.patches) == (found.records, 2)
+    stored = read_run(tmp_path / "a")
+    assert (stored.records, stored.patches) == (found.records, patches)
     targets = {"defended": defense.predict, "undefended": lambda images: classifier(images).argmax(dim=1)}
     seen = dict.fromkeys(targets, 0)
-    for record in run.records:
+    for record in stored.records:
         path = tmp_path / "a" / "patches" / f"{record.index}.safetensors"
         kept = load_file(path) if path.exists() else {}
-        for name in targets.keys() & kept.keys():
+        fell = {"defended": record.attack.place is not None}
+        fell["undefended"] = record.undefended and not record.attack.undefended_attacked
+        for name, predict in targets.items():
+            names = (name, f"{name}_2")[:patches]
+            assert [one in kept for one in (name, f"{name}_2")] == [fell[name], fell[name] and patches == 2]
+            if not fell[name]:
+                continue
             image = as_images(preprocess(data.load(record.index), Preprocessing(resize=(28, 28)))[None], "cpu")
-            places = [tuple(kept[f"{one}_place"].tolist()) for one in (name, f"{name}_2")]
-            for one, (top, left, height, width) in zip((name, f"{name}_2"), places, strict=True):
+            places = [tuple(kept[f"{one}_place"].tolist()) for one in names]
+            for one, (top, left, height, width) in zip(names, places, strict=True):
                 image[0, :, top : top + height, left : left + width] = kept[one]
-            assert targets[name](image).tolist() == [int(kept[f"{name}_label"])] != [record.label]
-            assert name == "undefended" or record.attack.place == tuple(places)
+            assert predict(image).tolist() == [int(kept[f"{name}_label"])] != [record.label]
             seen[name] += 1
+        if fell["defended"]:
+            assert record.attack.place == (places_of(kept, patches) if patches == 2 else places_of(kept, patches)[0])
+            assert record.attack.attacked_label == int(kept["defended_label"])
     assert min(seen.values()) > 0
-    gallery = attacked_gallery(run, data, 8)
+    gallery = attacked_gallery(stored, data, 8)
     shown = [(card.patched, len(card.rects), card.how) for _, cards in gallery.groups for card in cards]
-    assert shown == [(True, 2, "with the patches")] * sum(seen.values())
+    assert shown == [(True, patches, f"with the patch{'es' * (patches == 2)}")] * sum(seen.values())
+
+
+def places_of(kept: dict, patches: int) -> tuple:
+    return tuple(tuple(kept[f"{one}_place"].tolist()) for one in ("defended", "defended_2")[:patches])
 
 
 def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
@@ -165,19 +150,19 @@ def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys):
 
 
 def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(commands, checkpoint):
-    arguments = ("--weights", checkpoint, "--limit", 48, *QUICK, "--target", "defended")
+    arguments = ("--weights", checkpoint, "--limit", 12, *QUICK, "--target", "defended")
     assert attack(*arguments, "--output", "whole") == 0
     path = Path("killed/records.jsonl")
     process = commands.start(["attack", *map(str, arguments), "--output", "killed"])
-    while not commands.ended(process.number) and not (path.exists() and path.read_bytes().count(b"\n") >= 16):
+    while not commands.ended(process.number) and not (path.exists() and path.read_bytes().count(b"\n") >= 4):
         time.sleep(0.01)
     assert process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     path.write_bytes(path.read_bytes()[:-300])
-    assert 0 < len(RunFolder(Path("killed")).records()) < 48
+    assert 0 < len(RunFolder(Path("killed")).records()) < 12
     assert attack(*arguments, "--output", "killed", "--resume") == 0
     assert path.read_bytes() == Path("whole/records.jsonl").read_bytes()
-    assert content("killed", "results")["images"]["done"] == 48
+    assert content("killed", "results")["images"]["done"] == 12
 
 
 def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_path):

@@ -1,7 +1,7 @@
 """`torchrun … certify`: the same bytes as one process, whatever the number of processes and whoever is killed.
 
-`torchrun` imports torch for itself and in each process, which takes most of the time. So one test of the fast set uses
-it; in the others processes forked from `commands` meet in a store of the test's, as they would in the launcher's.
+`torchrun` imports torch for itself and in each process, which takes most of the time. So in the fast set processes
+forked from `commands` meet in a store of the test, as they would in that of the launcher, which the slow set has too.
 """
 
 from __future__ import annotations
@@ -75,16 +75,21 @@ def assert_begins(whole: bytes, path: Path) -> None:
     assert len(before) < len(whole)
 
 
-def test_two_processes_write_the_records_of_one(whole, tmp_path):
-    job = torchrun(2, "--output", "two")
-    shown, said = job.communicate(timeout=200)
-    assert job.returncode == 0, said
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_processes_write_the_records_of_one(commands, whole, tmp_path, launcher):
+    if launcher == "fork":
+        ranks, _store = forked(commands, 2, "--output", "two")
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].complaint
+    else:
+        job = torchrun(2, "--output", "two")
+        shown, said = job.communicate(timeout=200)
+        assert job.returncode == 0, said
+        assert shown.count("masked passes per image") == 1  # one process speaks for all
     assert (tmp_path / "two" / "records.jsonl").read_bytes() == whole
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
     assert two["cost"]["processes"] == 2
     for name in ("undefended", "defended", "certified", "images", "status"):
         assert one[name] == two[name]
-    assert shown.count("masked passes per image") == 1  # one process speaks for all
 
 
 def test_one_of_two_killed_three_finish_it(commands, whole, tmp_path):

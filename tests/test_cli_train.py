@@ -217,16 +217,14 @@ def test_the_loss_of_an_epoch_is_its_mean(data, capsys):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_stopped_by_a_signal_training_saves_the_step_and_goes_on_from_it(data, number, code):
-    whole = command(data, "--epochs", "30", "--schedule", "constant", "--output", "r")
-    process = subprocess.Popen([sys.executable, "-m", "patchproof", *whole], stderr=subprocess.PIPE, text=True)
+def test_stopped_by_a_signal_training_saves_the_step_and_goes_on_from_it(commands, data, number, code):
+    process = commands.start(command(data, "--epochs", "30", "--schedule", "constant", "--output", "r"))
     log = Path("r/log.jsonl")
-    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 6):
+    while not commands.ended(process.number) and not (log.exists() and log.read_bytes().count(b"\n") >= 6):
         time.sleep(0.005)
-    process.send_signal(number)
-    complaint = process.communicate(timeout=60)[1]
-    assert process.returncode == code
-    assert "stopped; what was finished is on disk, continue with --resume" in complaint
+    assert process.send(number)
+    assert process.wait() == code
+    assert "stopped; what was finished is on disk, continue with --resume" in process.complaint
     assert len(losses("r")) == json.loads(Path("r/checkpoint-last/training.json").read_text())["step"] < 120
 
 

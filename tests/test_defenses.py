@@ -17,7 +17,9 @@ import torch
 from PIL import Image
 
 import patchproof as pp
-from patchproof.defenses import Defense, assess
+from patchproof.defenses import Defense, MaskedDefense, assess
+from patchproof.defenses._base import TABLE_CELLS
+from patchproof.runs._cost import require_memory
 from patchproof.types import CheckError, InputError
 from small_model import Startled
 
@@ -58,6 +60,24 @@ def test_a_description_is_json_and_differs_where_certificates_could():
     ]
     described.append(pp.Alarm(classifier, pp.MaskSet((9, 9), rects), THREAT).describe())
     assert len({json.dumps(each, sort_keys=True) for each in described}) == len(described)
+
+
+def test_two_patches_are_for_defences_that_say_so_and_described_where_there_are_two(monkeypatch):
+    two = pp.PatchThreat(THREAT.image_size, THREAT.patch_sizes, patches=2)
+    for name in ("patchcleanser", "alarm"):
+        one, both = (pp.defense(name, classifier, threat).describe() for threat in (THREAT, two))
+        assert both == one | {"patches": 2}
+        assert "patches" not in one
+    large = pp.defense(
+        "patchcleanser", classifier, pp.PatchThreat.square(image_size=(224, 224), pixels=8, patches=2), per_axis=8
+    )
+    assert large.images_at_once * (2080 * 2081 // 2) <= TABLE_CELLS
+    monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 200_000_000)
+    with pytest.raises(InputError, match=r"2,080 masks make up to 679,120 masked copies .* per_axis 6 is the most"):
+        require_memory(large)
+    monkeypatch.delattr(MaskedDefense, "most_patches")
+    with pytest.raises(InputError, match="the defence `alarm` is for one patch, the threat has patches=2"):
+        pp.defense("alarm", classifier, two)
 
 
 def plain(count=2, **changes):

@@ -15,7 +15,8 @@ import pytest
 
 from patchproof.report import Options, build_report
 from patchproof.report._compare import TracedRun
-from patchproof.report._conclude import Conclusion, conclude_one
+from patchproof.report._conclude import Conclusion, conclude_one, mask_shares
+from patchproof.report._gallery import witness as gallery_witness
 from patchproof.report._paired import Paired, count_pairs, holm
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
@@ -207,6 +208,27 @@ def test_trainings_end_in_a_verdict_too(tmp_path):
     found = build_report([write_training(tmp_path / "t")]).conclusion
     assert "epoch 2 of 2 is the best, 40.0% certified" in found.verdict[0]
     assert found.steps[0] == "Train t for more epochs: the last one is the best."
+
+
+def test_two_patches_are_said_counted_by_rectangle_and_recommended_masks_that_can_be_paid(tmp_path):
+    witness = {"witness": {"masks": [9, 44], "label": 2}}  # rectangles 0 and 1, 7 and 8
+    records = [replace(r, certified=False, margin=-1.0, evidence=witness) for r in random_records(30, masks=45)]
+    folder = write_run(tmp_path / "a", manifest(count=30, **{"identity.defense.patches": 2}), records)
+    run = read_run(folder)
+    assert (run.patches, run.axes, run.masks_words) == (2, (3, 3), "45 unions of 3×3 masks")
+    assert list(mask_shares(run, run.good)) == [0, 1, 7, 8]
+    assert [(r.top, r.left) for r in gallery_witness(run, run.good[0])[0]] == [(0, 0), (0, 8), (16, 8), (16, 16)]
+    report = build_report([folder])
+    page = report.write(tmp_path / "page").read_text("utf-8")
+    assert "against two patches of 5×5 px (3.2%) anywhere on the image" in page
+    found = conclude_one(TracedRun(run, run.name, None))
+    assert found.excludes[0].endswith("and three patches at once.")
+    (more,) = [step for step in found.steps if "Try" in step]
+    assert "Try 4×4 masks" in more
+    assert "2,516 different masked copies per image instead of 255" in more
+    proved = replace(records[0], certified=True, defended=True)
+    certified = conclude_one(TracedRun(replace(run, records=(proved,)), run.name, None))
+    assert "certified: the right label under any two patches of 5×5 px (3.2%)." in certified.verdict[0]
 
 
 def test_what_the_guarantee_excludes_depends_on_the_threat(tmp_path):

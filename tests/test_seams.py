@@ -5,11 +5,11 @@ Everything here is written as a user of the package would write it, outside of i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,28 +128,25 @@ def trained() -> Holes:
     return net
 
 
-def steps(command: str, folder: str) -> None:
-    """What a killed process was doing: this file is its program."""
-    if command == "certify":
-        net = trained()
-        pp.certify(Quadrants(net, threat()), examples(), folder=folder, on_record=lambda r: r.index < 20 or killed())
-    else:
-        pp.train(network(), examples(), plan(), folder=folder, on_step=lambda r: r.step < 13 or killed())
-
-
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_the_middle(command: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, __file__, command, str(folder)], check=False)
-    assert done.returncode == -signal.SIGKILL
+def kill_in_the_middle(work: Callable[[], object]) -> None:
+    """A process of its own that does this until it is killed; a fork, which need not import torch again."""
+    number = os.fork()
+    if number == 0:
+        with contextlib.suppress(BaseException):
+            work()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == -signal.SIGKILL
 
 
 def test_defence_of_ones_own_is_certified_killed_resumed_attacked_and_reported(tmp_path: Path) -> None:
     defense = Quadrants(trained(), threat())
     whole = pp.certify(defense, examples(), folder=tmp_path / "whole")
-    kill_in_the_middle("certify", tmp_path / "killed")
+    folder, stop = tmp_path / "killed", lambda record: record.index < 20 or killed()
+    kill_in_the_middle(lambda: pp.certify(defense, examples(), folder=folder, on_record=stop))
     resumed = pp.certify(defense, examples(), folder=tmp_path / "killed", resume=True)
     assert (tmp_path / "killed/records.jsonl").read_bytes() == (tmp_path / "whole/records.jsonl").read_bytes()
     assert resumed.certified == whole.certified
@@ -176,7 +173,8 @@ def test_defence_of_ones_own_is_certified_killed_resumed_attacked_and_reported(t
 def test_strategy_with_memory_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole_plan = plan()
     whole = pp.train(network(), examples(), whole_plan, folder=tmp_path / "whole", validation=examples()[:10])
-    kill_in_the_middle("train", tmp_path / "killed")
+    folder, stop = tmp_path / "killed", lambda report: report.step < 13 or killed()
+    kill_in_the_middle(lambda: pp.train(network(), examples(), plan(), folder=folder, on_step=stop))
     log = [json.loads(line) for line in (tmp_path / "killed/log.jsonl").read_text().splitlines()]
     assert max(entry["step"] for entry in log) == 13
     resumed_plan = plan()
@@ -205,7 +203,3 @@ def test_classifier_that_is_told_what_is_hidden_goes_through_double_masking() ->
     peeking.masked = lambda images, keep: net(images)  # type: ignore[assignment]  # looks at pixels it should not see
     blind = pp.two_mask_labels(net.__class__.forward.__get__(net), torch.stack([i for i, _ in images]), masks)
     assert torch.equal(pp.two_mask_labels(peeking.eval(), torch.stack([i for i, _ in images]), masks), blind)
-
-
-if __name__ == "__main__":
-    steps(*sys.argv[1:])
