@@ -293,3 +293,16 @@ def test_no_measured_number_is_typed_by_hand(name):
 def test_nothing_in_results_names_the_machine_it_was_made_on():
     for path in RESULTS.rglob("*.json"):
         assert not re.search(r"\"/|/root|/home|/tmp", path.read_text("utf-8")), path
+
+
+def test_the_leaderboard_is_counted_from_the_records_and_current():
+    command = [sys.executable, str(ROOT / "scripts" / "leaderboard.py")]
+    subprocess.run([*command, "--check"], check=True)
+    rows = json.loads((RESULTS / "leaderboard" / "leaderboard.json").read_text("utf-8"))["rows"]
+    measured = [row for row in rows if row["measured"]]
+    for row in measured:
+        found = records(ROOT / row["source"])
+        assert row["certified"]["k"] == sum(one["certified"] for one in found)
+        assert row["clean"]["n"] == len(found)
+    assert {row["defense"] for row in rows} >= {"patchcleanser", "bagcert", "ibp", "smoothed-vit"}
+    assert all(row["source"] for row in rows)

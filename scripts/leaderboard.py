@@ -1,0 +1,200 @@
+"""Certified defences side by side: rows counted from run folders, and what papers report, in one file and one page.
+
+    python scripts/leaderboard.py                       # docs/leaderboard.md and results/leaderboard/ from results/
+    python scripts/leaderboard.py --check               # is all of it current?
+    python scripts/leaderboard.py --row RUN --note "ResNet-18, 40 epochs"        # the row of a run, to look at
+
+To add a row, put the run's manifest.json, results.json and records.jsonl.xz into results/leaderboard/NAME with a file
+note.txt of one line (network and training), and run this script. All measured numbers are counted from the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from evidence_records import runs_of, stored
+
+from patchproof.geometry import size_words
+from patchproof.recipes import FIELD_RECIPES
+from patchproof.runs import StoredCertification, read_run
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "results" / "leaderboard"
+SCHEMA = 1
+LITERATURE = "Table 1 of Greedy Cutout (Saha et al. 2023)"
+ALSO = {  # runs of the paper's own evidence that are about the same images and patches
+    f"cifar10/{strategy}-seed0/native/certify-{patch}-6x6": f"EfficientNet-lite0 from ImageNet, 10 epochs of {strategy}"
+    for strategy in ("cutout", "greedy")
+    for patch in ("5px", "2px")
+}
+
+
+def row(run: StoredCertification, note: str, folder: str) -> dict[str, Any]:
+    """What a run shows, counted from its records."""
+    side = str(run.config.get("patch")).removesuffix("px")
+    patch = f"{side}×{side}" if run.native else size_words(*run.patch_sizes)
+    return {
+        "defense": run.defense,
+        "guarantee": run.guarantee,
+        "data": run.dataset,
+        "patch": patch,
+        "certified": run.rates["certified"].as_dict(),
+        "clean": run.rates["defended"].as_dict(),
+        "passes_per_image": round(statistics.mean(record.forwards for record in run.good), 1),
+        "network": note,
+        "measured": True,
+        "source": folder,
+        "weights_sha256": run.weights_sha256,
+    }
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measured ones first, each kind by certified accuracy."""
+    places = {path: (path / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
+    places |= {ROOT / "results" / path: note for path, note in ALSO.items()}
+    found = [row(stored(path), note, str(path.relative_to(ROOT))) for path, note in places.items()]
+    for recipe in FIELD_RECIPES.values():
+        for cell in recipe.expectations:
+            side = cell.patch.removesuffix("px")
+            clean = None if cell.defended is None else {"rate": cell.defended / 100}
+            found.append(
+                {
+                    "defense": recipe.defense,
+                    "guarantee": "recovery",
+                    "data": "cifar10",
+                    "patch": f"{side}×{side}",
+                    "certified": {"rate": cell.certified / 100},
+                    "clean": clean,
+                    "passes_per_image": None,
+                    "network": recipe.title if recipe.title != recipe.defense else "",
+                    "measured": False,
+                    "source": LITERATURE,
+                    "weights_sha256": None,
+                }
+            )
+    return sorted(found, key=lambda one: (not one["measured"], one["patch"], -one["certified"]["rate"]))
+
+
+def percent(rate: dict[str, Any] | None) -> str:
+    if rate is None:
+        return ""
+    interval = rate.get("interval")
+    spread = f" ({100 * interval[0]:.1f}–{100 * interval[1]:.1f}, n = {rate['n']:,})" if interval else ""
+    return f"{100 * rate['rate']:.1f}%{spread}"
+
+
+COLUMNS = (
+    "defence",
+    "guarantee",
+    "data",
+    "patch",
+    "certified",
+    "clean, defended",
+    "passes per image",
+    "network",
+    "source",
+)
+
+
+def cells(one: dict[str, Any]) -> list[tuple[str, float | str]]:
+    """What is shown, and what it is sorted by."""
+    passes, clean = one["passes_per_image"], one["clean"]
+    source = one["source"] if one["measured"] else f"literature: {one['source']}"
+    plain = [one[name] for name in ("defense", "guarantee", "data", "patch")]
+    return [
+        *((value, value) for value in plain),
+        (percent(one["certified"]), one["certified"]["rate"]),
+        (percent(clean), -1.0 if clean is None else clean["rate"]),
+        ("" if passes is None else f"{passes:,.1f}", -1.0 if passes is None else passes),
+        (one["network"], one["network"]),
+        (source, source),
+    ]
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """One HTML file; a click on a heading sorts."""
+    head = "".join(f"<th tabindex=0>{name}</th>" for name in COLUMNS)
+    body = "\n".join(
+        f'<tr class="{"ours" if one["measured"] else "theirs"}">'
+        + "".join(f'<td data-by="{html.escape(str(by))}">{html.escape(text)}</td>' for text, by in cells(one))
+        + "</tr>"
+        for one in found
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Certified defences against adversarial patches</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }}
+.wide {{ overflow-x: auto }} table {{ border-collapse: collapse; width: 100%; font-size: .9rem }}
+th, td {{ text-align: left; padding: .4rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }}
+th {{ cursor: pointer; white-space: nowrap }} th[aria-sort]::after {{ content: " ▾" }}
+th[aria-sort=ascending]::after {{ content: " ▴" }} .theirs {{ color: #666; font-style: italic }}
+</style></head><body>
+<h1>Certified defences against adversarial patches</h1>
+<p>Upright: measured by this project and counted from one record per image. <i>Italic: numbers of the literature, with
+other networks and training.</i> Recovery (the right label) and detection (the right label or an alarm) are different
+promises. Click a heading to sort.</p>
+<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
+{body}
+</tbody></table></div>
+<script>
+const heads = [...document.querySelectorAll("th")], body = document.querySelector("tbody");
+function sort(column) {{
+  const descending = heads[column].ariaSort !== "descending";
+  heads.forEach(head => head.removeAttribute("aria-sort"));
+  heads[column].ariaSort = descending ? "descending" : "ascending";
+  const by = row => {{ const text = row.cells[column].dataset.by; return isNaN(text) || !text ? text : Number(text); }};
+  const order = (a, b) => by(a) < by(b) ? -1 : by(a) > by(b) ? 1 : 0;
+  [...body.rows].sort((a, b) => descending ? order(b, a) : order(a, b)).forEach(row => body.append(row));
+}}
+heads.forEach((head, column) => {{
+  head.onclick = () => sort(column);
+  head.onkeydown = event => event.key === "Enter" && sort(column);
+}});
+</script></body></html>
+"""
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    return "\n".join(lines + ["| " + " | ".join(text for text, _ in cells(one)) + " |" for one in found])
+
+
+def files() -> dict[Path, str]:
+    found, document = rows(), ROOT / "docs" / "leaderboard.md"
+    before, _, rest = document.read_text("utf-8").partition("<!-- leaderboard -->")
+    after = rest.partition("<!-- end -->")[2]
+    return {
+        FOLDER / "leaderboard.json": json.dumps({"schema": SCHEMA, "rows": found}, indent=2, ensure_ascii=False) + "\n",
+        FOLDER / "index.html": page(found),
+        document: f"{before}<!-- leaderboard -->\n{table(found)}\n<!-- end -->{after}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--row", type=Path)
+    parser.add_argument("--note", default="")
+    arguments = parser.parse_args()
+    if arguments.row is not None:
+        run = read_run(arguments.row, arguments.row.name)
+        if not isinstance(run, StoredCertification):
+            sys.exit(f"{arguments.row} is no certification")
+        print(json.dumps(row(run, arguments.note, str(arguments.row)), indent=2, ensure_ascii=False))
+        return
+    for path, text in files().items():
+        if arguments.check and (not path.exists() or path.read_text("utf-8") != text):
+            sys.exit(f"{path.relative_to(ROOT)} is out of date; run python scripts/leaderboard.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
