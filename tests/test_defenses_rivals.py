@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import patchproof as pp
-from patchproof.defenses.local import receptive_windows
-from patchproof.geometry import Fields, Windows
+from patchproof.geometry import Fields, Windows, receptive_windows
 from patchproof.types import CheckError, InputError
 from reference import all_patches, argmax, measured
 

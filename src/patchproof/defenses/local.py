@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from patchproof.defenses._base import Assessment, Certificates, Guarantee, require_one_patch
 from patchproof.defenses._rules import bounded_lead, certificates, robust_masking, robust_masking_lead
 from patchproof.defenses._table import require_labels
-from patchproof.geometry import Fields, PatchThreat, Windows
+from patchproof.geometry import Fields, PatchThreat, Windows, receptive_windows
 from patchproof.masking import Engine, evaluating, require_images
 from patchproof.models import fingerprint
 from patchproof.settings import BagCertOptions, NoOptions
@@ -35,11 +34,6 @@ PROBED_CELLS = 16
 
 IMAGES = 64
 """Images per pass."""
-
-
-@cache
-def receptive_windows(threat: PatchThreat, grid: Size, receptive_field: tuple[int, int, int]) -> Windows:
-    return Fields.receptive(threat.image_size, grid, receptive_field).touched_by(threat)
 
 
 class Exact:
@@ -171,7 +165,7 @@ class LocalDefense:
 
     def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
         grid = (int(logits.shape[2]), int(logits.shape[3]))
-        return receptive_windows(self.threat, grid, self.exact.receptive_field).to(logits.device)
+        return receptive_windows(self.threat, grid, self.exact.receptive_field, logits.device)
 
     def surrogate(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """The scores with gradients, for attacks."""

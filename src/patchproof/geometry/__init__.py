@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchproof.geometry._fields import Fields, Windows
+from patchproof.geometry._fields import Fields, Windows, receptive_windows
 from patchproof.geometry._masks import (
     MaskSet,
     PatchThreat,
@@ -68,6 +68,7 @@ __all__ = [
     "parse_patches",
     "parse_size",
     "placement",
+    "receptive_windows",
     "rects_of",
     "resize_weights",
     "size_words",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Int64, Shaped
@@ -100,6 +101,12 @@ class Fields:
             at = torch.cartesian_prod(tops, lefts)
             places.append(torch.cat([at, torch.tensor([height, width]).expand_as(at)], dim=1))
         return Windows(torch.cat(touched), torch.cat(places))
+
+
+@lru_cache(maxsize=8)
+def receptive_windows(threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device) -> Windows:
+    """A(p) for the cells of a network with this receptive field."""
+    return Fields.receptive(threat.image_size, grid, field).touched_by(threat).to(device)
 
 
 def _touched(seen: Bool[Tensor, "n pixels"], patch: int) -> tuple[Bool[Tensor, "p n"], Int64[Tensor, " p"]]:

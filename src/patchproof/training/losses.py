@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchproof.geometry import Fields, PatchThreat, Windows
+from patchproof.geometry import PatchThreat, receptive_windows
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
-from patchproof.types import InputError, Size
+from patchproof.types import InputError
 
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
 
@@ -54,16 +53,11 @@ class BagCertHinge:
         field: tuple[int, int, int],
     ) -> Float[Tensor, " b"]:
         """m / number of cells."""
-        windows = windows_of(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
+        windows = receptive_windows(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
         every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
         lead = cells[every, labels][:, None] - cells
         margin = (windows.outside(lead) - windows.sizes).amin(dim=2).scatter(1, labels[:, None], torch.inf)
         return margin.amin(dim=1) / cells.shape[2]
-
-
-@lru_cache(maxsize=8)
-def windows_of(threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device) -> Windows:
-    return Fields.receptive(threat.image_size, grid, field).touched_by(threat).to(device)
 
 
 @dataclass(frozen=True)
