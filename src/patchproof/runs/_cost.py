@@ -20,7 +20,7 @@ from patchproof.types import InputError
 BYTES_PER_PAIR = 24
 """Of a mask set: two masks and the table of pairs."""
 
-BYTES_PER_CELL = 60
+BYTES_PER_CELL = 75
 """Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
 TIMED, COPIES = 2, 64
