@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchproof as pp
 import reference
+from patchproof.defenses import patchcleanser
 from patchproof.defenses.patchcleanser import double_masking
 from patchproof.types import InputError
 from reference import measured
@@ -190,6 +192,37 @@ def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_or_a_tie_certifies_no
     assert pp.two_mask_labels(brightness, images, MASKS)[0, 0, 0] == 0
     hidden = pp.occlude(images.where(images < 1, torch.nan), MASKS.keep()[:1], torch.zeros(1, 1, 1))
     assert hidden.isfinite().all(), "whatever is under a mask"
+
+
+def test_no_tensor_grows_with_masks_times_pairs(monkeypatch):
+    """The second round of many disagreeing copies, also when it is asked about in parts."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            found = function(*arguments, **(keywords or {}))
+            if isinstance(found, torch.Tensor) and not found._is_view():
+                self.numbers = max(self.numbers, found.numel())
+            return found
+
+    threat = pp.PatchThreat((12, 12), ((1, 1),))
+    masks = pp.covering_masks(threat, per_axis=12)
+    sign = torch.tensor([1.0, -1.0]).repeat(72)
+
+    def classifier(images):  # half of the pixels speak for each label, so each hidden one changes the majority
+        lead = ((images - 0.5).flatten(1) * sign).sum(dim=1) - 0.1
+        return torch.stack([torch.zeros_like(lead), lead], dim=1)
+
+    defense = pp.PatchCleanser(classifier, masks, threat, engine=measured(batch_size=8))
+    image = torch.full((1, 1, 12, 12), 0.8)
+    disagree = len(masks) - int(defense.pairs(image).one_mask_labels().flatten().bincount().amax())
+    assert disagree > 10
+    with Largest() as largest:
+        answer = defense.predict(image)
+    assert largest.numbers < 3 * len(masks) ** 2 < disagree * masks.union_count
+    monkeypatch.setattr(patchcleanser, "TABLE_CELLS", 2 * len(masks))
+    assert defense.predict(image).equal(answer)
 
 
 def test_a_union_named_twice_in_one_call_is_evaluated_once():

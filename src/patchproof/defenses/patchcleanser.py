@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.defenses._base import Assessment, Certificates, Guarantee, MaskedDefense
+from patchproof.defenses._base import TABLE_CELLS, Assessment, Certificates, Guarantee, MaskedDefense
 from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
 from patchproof.defenses._table import MaskTable
 from patchproof.geometry import MaskSet
@@ -140,7 +140,13 @@ class PairTable:
 
     def defended(self, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
         """Algorithm 1 on a table that is filled as it goes."""
-        return double_masking(first, lambda image, mask: self.second_round(image, mask, until=first[image, mask]))
+        most = max(1, TABLE_CELLS // first.shape[1])  # copies at once, so that memory is bounded for many masks
+
+        def second(image: Tensor, mask: Tensor) -> Tensor:
+            parts = zip(image.split(most), mask.split(most), strict=True)
+            return torch.cat([self.second_round(i, m, until=first[i, m]) for i, m in parts])
+
+        return double_masking(first, second)
 
     def second_round(
         self, image: Int64[Tensor, " j"], mask: Int64[Tensor, " j"], *, until: Int64[Tensor, " j"] | None = None
@@ -175,7 +181,7 @@ class PairTable:
         """The two-mask cells of each image, the smallest sum of one-mask margins first."""
         table = self.table
         cells = torch.nonzero(table.first != table.second)[:, 0]
-        one_mask = table.margin[images][:, self.one_mask]
+        one_mask = table.margin[images[:, None], self.one_mask]
         hardest = (one_mask[:, table.first[cells]] + one_mask[:, table.second[cells]]).argsort(dim=1, stable=True)
         return cells[hardest]
 

@@ -140,6 +140,10 @@ def conclude_one(one: TracedRun) -> Conclusion:
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
         verdict.append(f"Clean accuracy: {_difference(clean, 'the defence', 'the classifier alone')}")
+    right = {record.label for record in run.good if record.certified}
+    if len(right) == 1 and len(by_class(run)) > 1 and rate.k >= FEW:
+        name = run.class_name(right.pop())
+        verdict.append(f"All certified images are of class {name}: a network that always answers so would do the same.")
     verdict += _failures(run)
     found = attacked_rates(run)
     if "attacked" in found:

@@ -23,7 +23,7 @@ BYTES_PER_PAIR = 24
 BYTES_PER_UNION = 200
 """The same where pairs may hide the same pixels, and are compared."""
 
-BYTES_PER_CELL = 60
+BYTES_PER_CELL = 75
 """Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
 TIMED, COPIES = 2, 64
