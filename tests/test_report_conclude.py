@@ -185,6 +185,9 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(3000)]
     assert any("1,000 of 1,000 images without a certificate are misclassified" in text
                for text in concluded(tmp_path / "wrong", wrong, "greedy").steps)  # fmt: skip
+    assert not any("always answers" in text for text in strong.verdict)
+    single = [replace(r, certified=r.label == 1) for r in failing(60)]
+    assert any("All certified images are of class" in text for text in concluded(tmp_path / "single", single).verdict)
     none = [replace(r, certified=False) for r in failing(60)]
     assert concluded(tmp_path / "none", none).verdict[0] == "No image of 60 is certified (95% interval 0.0–6.0%)."
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
