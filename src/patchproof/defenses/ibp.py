@@ -74,6 +74,7 @@ class IntervalBounds:
     @torch.no_grad()
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """argmax F(x), in float64."""
+        require_images(images, self.threat.image_size)
         return torch.cat([self._logits(part).argmax(dim=1) for part in images.split(self.images_at_once)])
 
     @torch.no_grad()

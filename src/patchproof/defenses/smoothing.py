@@ -116,6 +116,7 @@ class Smoothing(EvaluatedDefense):
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """The class with the most votes; among equals the smallest."""
+        require_images(images, self.threat.image_size)
         return self.scores(self.votes(images).cast).argmax(dim=1)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
