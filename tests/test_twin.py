@@ -245,7 +245,7 @@ def test_a_hostile_scale_in_batch_normalisation_costs_little(generator, precisio
     original = fitted_classifier().eval()
     scaled = runpy.run_path(str(ENGINE))["rescaled"](original, generator)
     assert max(float(bn.running_var.amax()) for bn in scaled.modules() if isinstance(bn, nn.BatchNorm2d)) > 1e8
-    images = torch.stack([load(i) for i in range(0, 1000, 25)])
+    images = torch.stack([load(i) for i in range(0, 1000, 50)])
     threat = pp.PatchThreat.square(image_size=(28, 28), pixels=4)
     masks = pp.covering_masks(threat, per_axis=2)
     found = []
