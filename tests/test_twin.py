@@ -250,7 +250,8 @@ def test_a_hostile_scale_in_batch_normalisation_costs_little(generator, precisio
     masks = pp.covering_masks(threat, per_axis=2)
     found = []
     for classifier in (original, scaled):
-        engine, drift = pp.check_classifier(classifier, images, masks, engine=pp.Engine(precision=precision))
+        wanted = pp.Engine(precision=precision)
+        engine, drift = pp.check_classifier(classifier, images, masks, engine=wanted, copies=128)
         defense = pp.PatchCleanser(classifier, masks, threat, engine=engine, exhaustive=True)
         labels = Evaluator(original, reference.measured()).labels(images)
         found.append((engine, drift, defense.certify(images, labels)))
