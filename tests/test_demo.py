@@ -32,6 +32,7 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     module = sys.modules["patchproof.cli.demo"]
     monkeypatch.setattr(module, "START_EPOCHS", 1)
     monkeypatch.setattr(module, "TRAINING_IMAGES", 64)
+    monkeypatch.setattr(module, "VALIDATION_IMAGES", 8)
     assert run(["demo", "--epochs", "1", "--images", "4", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report: runs/demo/report/index.html"
     demo = tmp_path / "runs" / "demo"

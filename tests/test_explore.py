@@ -58,6 +58,7 @@ def test_findings_equal_the_reference(seed):
     classifier, threat, masks, images, labels = random_case(seed)
     double = pp.PatchCleanser(classifier, masks, threat, engine=TAU)
     single, evaluator = pp.Alarm(classifier, masks, threat, engine=TAU), Evaluator(classifier, TAU, strict=False)
+    images, labels = images[:2], labels[:2]  # of which the first is labelled wrong
     answers, alarms = double.predict(images).tolist(), single.predict(images).tolist()
     for image, label, answer, alarm in zip(images, labels.tolist(), answers, alarms, strict=True):
         logits = reference.two_mask_logits(classifier, image, masks)

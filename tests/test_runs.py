@@ -217,7 +217,7 @@ class Fooled(pp.PatchCleanser):
 
 
 def test_attacks_keep_the_order_per_image_and_certificates_that_fall_are_kept(tmp_path):
-    plan, few_pictures = AttackPlan(steps=6, restarts=1, places=2), PICTURES[:12]
+    plan, few_pictures = AttackPlan(steps=4, restarts=1, places=2, step_size=0.2), PICTURES[:6]
     found = pp.attack(double_masking(), few_pictures, plan, folder=tmp_path / "held")
     for record in found.records:
         assert record.certified <= record.attack.attacked <= record.defended

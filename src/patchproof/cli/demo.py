@@ -17,6 +17,7 @@ STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
 START_EPOCHS = 2
 TRAINING_IMAGES = 5000
+VALIDATION_IMAGES = 200
 TITLE = "Random masks or worst-case masks: what can be proved?"
 
 
@@ -69,7 +70,7 @@ def fit(settings: DemoSettings, folder: Path, strategy: str, console: Console) -
         schedule="cosine",
         warmup_epochs=0.5,
         weight_decay=5e-4,
-        validation_images=200,
+        validation_images=VALIDATION_IMAGES,
         seed=settings.seed,
         device=settings.device,
         output=folder / ("start" if start else strategy),

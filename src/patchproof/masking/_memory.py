@@ -46,9 +46,12 @@ class Measured(Engine):
         return [*fast, *between, ("fp32", 0.0)]
 
 
+MOST_ON_CPU = 512
+
+
 def default_batch(image_size: Size, device: torch.device) -> int:
     """As many copies as keep the device busy without much memory: fewer when images are larger; a power of two."""
-    budget, most = (2_500_000, 512) if device.type == "cpu" else (80_000_000, 2048)
+    budget, most = (2_500_000, MOST_ON_CPU) if device.type == "cpu" else (80_000_000, 2048)
     fitting = max(1, min(most, budget // (3 * image_size[0] * image_size[1])))
     return 1 << (fitting.bit_length() - 1)
 
