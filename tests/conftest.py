@@ -19,7 +19,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from faults import Server  # noqa: E402
-
 from patchproof.masking import _memory  # noqa: E402
 from patchproof.runs import _measure  # noqa: E402
 
