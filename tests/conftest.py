@@ -19,11 +19,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from faults import Server  # noqa: E402
-
 from patchproof.masking import _memory  # noqa: E402
+from patchproof.runs import _measure  # noqa: E402
 
 torch.set_num_threads(1)
-_memory.MOST_ON_CPU = 64  # τ is measured on whole batches, which are most of the passes of a run on a few images
+# τ is measured on whole batches and many copies, which are most of the passes of a run on a few images.
+_memory.MOST_ON_CPU, _measure.MOST_COPIES = 64, 128
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=20)
 
