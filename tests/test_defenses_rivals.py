@@ -13,7 +13,7 @@ from torch import Tensor
 
 import patchproof as pp
 from patchproof.geometry import Fields, Windows, receptive_windows
-from patchproof.types import CheckError, InputError
+from patchproof.types import CheckError, InputError, TauExceededError
 from reference import all_patches, argmax, measured
 
 CLASSES = 3
@@ -347,6 +347,23 @@ def test_a_smoothed_vit_counts_the_passes_of_labels_decided_again_and_no_lead_th
         classifier = Scripted(clean, attacks)
         defense = pp.defense("smoothed-vit", classifier, THREAT, engine=measured(tau_fp32=1e-3), **options)
         assert bool(defense.certify(image, label).certified) == expected
+
+
+def test_a_hostile_image_does_not_stop_a_smoothed_vit():
+    """In bf16 its first view is off by more than τ allows: float32 answers, and so predicts."""
+
+    class Drifting(Scripted):
+        def masked(self, images: Tensor, keep: Tensor) -> Tensor:
+            off = 0.5 * torch.is_autocast_enabled("cpu")
+            return super().masked(images, keep) - off * torch.tensor([1.0, 0.0, 0.0])
+
+    classifier = Drifting(torch.tensor([[0.8, 0.0, 0.0]] * SIZE[1]), torch.zeros(1, SIZE[1], CLASSES))
+    engine = measured(tau=0.4, tau_fp32=1e-3, precision="bf16")
+    defense = pp.defense("smoothed-vit", classifier, THREAT, engine=engine, band=2, stride=1)
+    with pytest.raises(TauExceededError):
+        defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+    found = pp.predict(defense, [torch.zeros(1, *SIZE)])
+    assert (found[0].label, found[0].certified, found.misjudged) == (0, True, 1)
 
 
 class Blurred(Scripted):
