@@ -554,6 +554,8 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
         CheckError, match="`patchguard-smoothing` with views 28 of column 7, every 1, not 28 of column 4"
     ):
         runs.stored_defense(runs.read_run(Path("p")), classifier)
+    assert certify(*common, "--masks", 6) == 2
+    assert_one_line(capsys.readouterr().err, "Unknown option: --masks. It is for the defence patchcleanser, alarm.")
     local = (
         "--defense",
         "bagcert",

@@ -45,9 +45,6 @@ DEFENSES: Mapping[str, DefenseEntry] = {
     PatchCleanser.name: DefenseEntry(
         "double masking: the right label under any patch (Xiang et al. 2022)", PatchCleanser
     ),
-    IntervalBounds.name: DefenseEntry(
-        "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
-    ),
     Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
     DerandomizedSmoothing.name: DefenseEntry(
         "votes of views that show a band of the image (Levine & Feizi 2020)", DerandomizedSmoothing
@@ -63,6 +60,9 @@ DEFENSES: Mapping[str, DefenseEntry] = {
         "votes of views without each class's most evident window (Xiang et al. 2021)", PatchGuardSmoothing
     ),
     BagCert.name: DefenseEntry("local scores trained for their certificate (Metzen & Yatsura 2021)", BagCert),
+    IntervalBounds.name: DefenseEntry(
+        "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
+    ),
 }
 """What `defense` and the command line know by name."""
 
