@@ -24,7 +24,7 @@ from patchproof.cli._show import Console, RunBar
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
-from patchproof.types import Preprocessing
+from patchproof.types import CheckError, Preprocessing
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -528,6 +528,48 @@ def test_a_dry_run_estimates_and_writes_nothing(capsys, monkeypatch):
         capsys.readouterr().err, r"144 masks make up to 10,440 masked copies .* GB are free; --masks 2 is the most"
     )
     assert not Path("runs").exists()
+
+
+def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photos, checkpoint, capsys):
+    band = ("--defense", "patchguard-smoothing", "--band", 5, "--patch", "3px")
+    common = ("--dataset", photos, "--weights", checkpoint, *band, "--limit", 2, "--output", "r")
+    assert certify(*common, "--dry-run", "--json") == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["masks"], cost["fewest_passes"], cost["most_passes"]) == (0, 56, 56)
+    assert cost["most_seconds"] > 0
+    assert not Path("r").exists()
+    assert certify(*common) == 0
+    capsys.readouterr()
+    assert predict(photos / "cat", "--weights", checkpoint, "--like", "r", "--json") == 0
+    alike = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert predict(photos / "cat", "--weights", checkpoint, *band, "--json") == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == alike
+    assert alike[0]["forwards"] == 28
+    classifier, data = load_classifier("small", str(checkpoint)), open_dataset(str(photos))
+    defense = pp.defense(
+        "patchguard-smoothing", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=3), band=7
+    )
+    pp.certify(defense, data, folder="p", limit=2)
+    with pytest.raises(
+        CheckError, match="`patchguard-smoothing` with views 28 of column 7, every 1, not 28 of column 4"
+    ):
+        runs.stored_defense(runs.read_run(Path("p")), classifier)
+    assert certify(*common, "--masks", 6) == 2
+    assert_one_line(capsys.readouterr().err, "Unknown option: --masks. It is for the defence patchcleanser, alarm.")
+    local = (
+        "--defense",
+        "bagcert",
+        "--model",
+        "bagnet5",
+        "--weights",
+        "random",
+        "--image-size",
+        "8x8",
+        "--patch",
+        "1px",
+    )
+    assert predict(photos / "cat" / "0.png", *local, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["forwards"] == 1
 
 
 # --- for scripts ---------------------------------------------------------------------------------------------------

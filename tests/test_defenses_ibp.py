@@ -105,6 +105,7 @@ def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdi
                     found = margin_bounds(classifier, lower[None], upper[None], torch.tensor([label]))[0].detach()
                     bounds[top, left, height, width] = min(float(b) for c, b in enumerate(found) if c != label)
         expected.append(bounds)
+    taken: dict[int, int] = {}
     for batch in (1, 7, 500):
         found = assess(IntervalBounds(classifier, THREAT, engine=pp.Engine(batch_size=batch)), images, labels)
         proof = found.certificates
@@ -116,6 +117,8 @@ def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdi
                 assert float(proof.margin[row]) == pytest.approx(bounds[worst])
                 assert int(proof.forwards[row]) == len(bounds) == 8 * 6 + 7 * 7
             assert int(proof.evidence["worst.label"][row]) != int(labels[row])
+            taken.setdefault(row, int(proof.forwards[row]))
+            assert int(proof.forwards[row]) == taken[row]
         assert torch.equal(found.predictions, labels)
     wrong = IntervalBounds(classifier, THREAT).certify(images, (labels + 1) % 3)
     assert not wrong.certified.any()
@@ -130,17 +133,37 @@ def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():
     two = pp.PatchThreat(SIZE, ((2, 2),), patches=2)
     with pytest.raises(InputError, match="ibp certifies against one patch, not 2"):
         IntervalBounds(network(), two)
+
+    class Squared(ImageClassifier):
+        def forward(self, images):
+            return super().forward(images) ** 2
+
+    own = Squared(
+        nn.Sequential(nn.Flatten(), nn.Linear(144, 3)), mean=(0, 0), std=(1, 1), input_size=SIZE, num_classes=3
+    )
+    with pytest.raises(InputError, match="cannot pass the layer Squared"):
+        IntervalBounds(own, THREAT)
     classifier = network().train()
     described = IntervalBounds(classifier, THREAT).describe()
     assert classifier.training
     assert json.loads(json.dumps(described))["patch_sizes"] == [[2, 3], [3, 2]]
 
 
+def test_a_bound_that_is_no_number_proves_nothing(generator):
+    classifier, images = network(), torch.rand(2, 2, *SIZE, generator=generator)
+    classifier.module[0].bias.data[0] = torch.nan
+    found = IntervalBounds(classifier, THREAT).certify(images, torch.zeros(2, dtype=torch.int64))
+    assert not found.certified.any()
+
+
 def test_a_run_certifies_with_it(generator):
     classifier = load_classifier("cnn_ibp", "random", num_classes=3, input_size=(8, 8), seed=4)
     defense = pp.defense("ibp", classifier, pp.PatchThreat((8, 8), ((1, 1),)))
     images = [(torch.rand(3, 8, 8, generator=generator), i % 3) for i in range(6)]
-    found = pp.certify(defense, images)
+    seen: list[int] = []
+    with classifier.register_forward_pre_hook(lambda _, given: seen.append(len(given[0]))):
+        found = pp.certify(defense, images)
+    assert sum(seen) < 200  # the classifier is checked on few copies: no certificate rests on its τ
     assert found.certified.n == 6
     assert found.certified.k <= found.defended.k == found.undefended.k
     assert set(found.records[0].evidence["worst"]) == {"place", "label"}

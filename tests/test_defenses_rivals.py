@@ -13,7 +13,7 @@ from torch import Tensor
 
 import patchproof as pp
 from patchproof.geometry import Fields, Windows, receptive_windows
-from patchproof.types import CheckError, InputError
+from patchproof.types import CheckError, InputError, TauExceededError
 from reference import all_patches, argmax, measured
 
 CLASSES = 3
@@ -189,9 +189,9 @@ def test_votes_equal_the_definition_and_no_adversary_moves_a_certified_answer(na
 TOUCHED_BY = Fields.touched_by
 
 
-def one_too_small(fields: Fields, threat: pp.PatchThreat) -> Windows:
+def one_too_small(fields: Fields, threat: pp.PatchThreat, **options: bool) -> Windows:
     """As if each patch touched one view or cell less than it does."""
-    windows = TOUCHED_BY(fields, threat)
+    windows = TOUCHED_BY(fields, threat, **options)
     touched = windows.touched
     return Windows(touched & (touched.cumsum(dim=1) < touched.sum(dim=1, keepdim=True)), windows.places)
 
@@ -259,12 +259,71 @@ def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_ans
     assert fallen
 
 
+class Local:
+    """Local logits by cell; of cells that see a white pixel, 1e7 times these."""
+
+    fill, receptive_field = (0.0,), (2, 1, 0)
+
+    def __init__(self, logits: Tensor):
+        self.logits = logits
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.local_logits(images).mean(dim=(2, 3))
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        loud = torch.maximum(images[..., :-1], images[..., 1:]) == 1
+        return torch.where(loud, 1e7, 1.0) * self.logits.T[None, :, None]
+
+
+def test_robust_masking_is_asked_about_patches_at_the_border_that_reach_fewer_cells():
+    """Σ_{∉A(p)} e_c is larger for the smaller A(p) there: such a patch may fail where the next one does not."""
+    touches = windows_of(lambda i, p: {i, i + 1} & set(range(p.left, p.right)), 8)
+    assert {len(a) for a in touches} == {2, 3}
+    found, expected, without = [], [], []
+    for seed in range(20, 40):
+        logits = torch.rand(8, CLASSES, generator=torch.Generator().manual_seed(seed)).double()
+        logits = torch.cat([1.5 * logits[:, :1] ** 0.5, logits[:, 1:] ** 4], dim=1)
+        defense = pp.defense("patchguard-bagnet", Local(logits), THREAT)
+        found.append(bool(defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0])).certified))
+        expected.append(masked_rule(logits.tolist(), 0, touches))
+        without.append(masked_rule(logits.tolist(), 0, [a for a in touches if len(a) == 3]))
+    assert found == expected
+    assert expected != without
+    assert any(expected)
+
+
+def test_a_local_certificate_does_not_depend_on_the_other_images_of_the_batch():
+    defense = pp.defense("bagcert", Local(torch.tensor([[1.0, -1.0, -1.0]] * 8)), THREAT)
+    images = torch.zeros(2, 1, *SIZE)
+    images[1, 0, 0, 0] = 1
+    assert bool(defense.certify(images, torch.tensor([0, 0])).certified[0])
+
+
+def test_local_logits_follow_the_weights_however_they_are_changed():
+    class Pixels(torch.nn.Module):
+        receptive_field = (1, 1, 0)
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([2.0, -1.0, -1.0]))
+
+        def local_logits(self, images: Tensor) -> Tensor:
+            return self.weight[None, :, None, None] * (1 + images[:, :1])
+
+    network = Pixels()
+    defense, image = pp.defense("clipped-bagnet", network, THREAT), torch.zeros(1, 1, *SIZE)
+    assert int(defense.predict(image)) == 0
+    network.weight.data.copy_(network.weight.data.flip(0))
+    assert int(defense.predict(image)) == 2
+
+
 def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
-    """Within τ of the threshold, a vote for y is not counted and one for another class is."""
+    """Within τ of the threshold, or within a softmax's own rounding, a vote for y is not counted and one for another
+    class is."""
     sure = torch.tensor([[5.0, 0.0, 0.0]] * 6 + [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])  # with the close one 7 to 1; 2Δ = 6
     odds = torch.log(torch.tensor(THRESHOLD / (1 - THRESHOLD)))
-    close = torch.tensor([[float(odds) + float(torch.log(torch.tensor(2.0))) + 1e-3, 0.0, 0.0]])
-    for tau, expected in ((1e-4, True), (1e-2, False)):
+    for tau, above, expected in ((1e-4, 1e-3, True), (1e-2, 1e-3, False), (1e-9, 4e-7, False)):
+        close = torch.tensor([[float(odds) + float(torch.log(torch.tensor(2.0))) + above, 0.0, 0.0]])
         clean = torch.cat([sure, close])
         classifier = Scripted(clean, torch.zeros(1, SIZE[1], CLASSES))
         engine = measured(tau_fp32=tau)
@@ -274,8 +333,58 @@ def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
         assert found.evidence["votes.label"].tolist() == [7]
 
 
+def test_a_smoothed_vit_counts_the_passes_of_labels_decided_again_and_no_lead_that_overflowed():
+    """In bf16 the votes of three views are open; a logit that is infinite is no sure vote."""
+    clean = torch.tensor([[8.0, 0.0, 0.0]] * 6 + [[0.5, 0.0, 0.0]] * 3)
+    attacks = torch.zeros(1, SIZE[1], CLASSES)
+    engine = measured(tau=1.0, tau_fp32=1e-3, precision="bf16")
+    options = {"band": 2, "stride": 1, "certificate": "exact"}
+    image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
+    defense = pp.defense("smoothed-vit", Scripted(clean, attacks), THREAT, engine=engine, **options)
+    assert defense.certify(image, label).forwards.tolist() == [SIZE[1] + 3]
+    for top, expected in ((8.0, True), (torch.inf, False)):
+        clean[:, 0] = top
+        classifier = Scripted(clean, attacks)
+        defense = pp.defense("smoothed-vit", classifier, THREAT, engine=measured(tau_fp32=1e-3), **options)
+        assert bool(defense.certify(image, label).certified) == expected
+
+
+def test_a_hostile_image_does_not_stop_a_smoothed_vit():
+    """In bf16 its first view is off by more than τ allows: float32 answers, and so predicts."""
+
+    class Drifting(Scripted):
+        def masked(self, images: Tensor, keep: Tensor) -> Tensor:
+            off = 0.5 * torch.is_autocast_enabled("cpu")
+            return super().masked(images, keep) - off * torch.tensor([1.0, 0.0, 0.0])
+
+    classifier = Drifting(torch.tensor([[0.8, 0.0, 0.0]] * SIZE[1]), torch.zeros(1, SIZE[1], CLASSES))
+    engine = measured(tau=0.4, tau_fp32=1e-3, precision="bf16")
+    defense = pp.defense("smoothed-vit", classifier, THREAT, engine=engine, band=2, stride=1)
+    with pytest.raises(TauExceededError):
+        defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+    found = pp.predict(defense, [torch.zeros(1, *SIZE)])
+    assert (found[0].label, found[0].certified, found.misjudged) == (0, True, 1)
+
+
 class Blurred(Scripted):
     receptive_field = (1, 1, -1)
+
+
+class Sized(Scripted):
+    receptive_field = 9
+
+
+class Single(Scripted):
+    def local_logits(self, images: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(images, torch.ones(CLASSES, 1, 1, 2))
+
+
+def test_a_receptive_field_that_was_refused_is_refused_again():
+    scripted = Blurred(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
+    defense = pp.defense("bagcert", scripted, THREAT)
+    for _ in range(2):
+        with pytest.raises(CheckError, match="is not what the network has"):
+            defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
 
 
 def bad_inputs() -> Iterator[Any]:
@@ -283,8 +392,15 @@ def bad_inputs() -> Iterator[Any]:
     image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
     plain = lambda images: images.new_zeros(len(images), CLASSES)  # noqa: E731
     yield lambda: pp.defense("bagcert", plain, THREAT), InputError, "needs a classifier with `local_logits`"
-    yield lambda: pp.defense("bagcert", Blurred(scripted.clean, scripted.attacks), THREAT).certify(image, label), (
-        CheckError), "is not what the network has"  # fmt: skip
+    yield lambda: pp.defense("bagcert", Sized(scripted.clean, scripted.attacks), THREAT), (
+        InputError), r"receptive_field must be \(size, stride, offset\)"  # fmt: skip
+    yield lambda: pp.defense("bagcert", Single(scripted.clean, scripted.attacks), THREAT).certify(image, label), (
+        CheckError), "local_logits fails on float64 images of"  # fmt: skip
+    for name, options in (("bagcert", {}), ("derandomized-smoothing", {"band": 2, "engine": measured()})):
+        for wrong in (-1, CLASSES):
+            yield lambda name=name, options=options, wrong=wrong: pp.defense(name, scripted, THREAT, **options).certify(
+                image, torch.tensor([wrong])
+            ), InputError, "but the classifier has the outputs 0 to 2"  # fmt: skip
     yield lambda: pp.defense("smoothed-vit", scripted, THREAT), InputError, "band must be from 1 to the 9 pixels"
     yield lambda: pp.defense("derandomized-smoothing", scripted, THREAT, threshold=1.5), InputError, "threshold must be"
     yield lambda: pp.defense("patchguard-smoothing", scripted, THREAT, engine=pp.Engine(precision="fp16")), (

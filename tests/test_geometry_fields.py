@@ -14,8 +14,8 @@ from patchproof.geometry import Fields
 from patchproof.types import InputError
 
 
-def reference_windows(fields: Fields, threat: pp.PatchThreat) -> set[frozenset[int]]:
-    """The maximal A(p), pixel by pixel."""
+def reference_windows(fields: Fields, threat: pp.PatchThreat, nested: bool) -> set[frozenset[int]]:
+    """The A(p), pixel by pixel; unless `nested`, the maximal ones."""
     keep = fields.keep()[:, 0]
     height, width = threat.image_size
     found = {
@@ -25,7 +25,7 @@ def reference_windows(fields: Fields, threat: pp.PatchThreat) -> set[frozenset[i
         }
         for size in threat.patch_sizes
     }
-    return {one for sets in found.values() for one in sets if not any(one < other for other in sets)}
+    return {one for sets in found.values() for one in sets if nested or not any(one < other for other in sets)}
 
 
 @given(
@@ -35,15 +35,17 @@ def reference_windows(fields: Fields, threat: pp.PatchThreat) -> set[frozenset[i
         st.tuples(st.sampled_from(["column", "row", "block"]), st.integers(1, 4), st.integers(1, 4)),
         st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(-2, 1)),
     ),
+    st.booleans(),
 )
-def test_windows_are_the_cells_that_share_a_pixel_with_the_patch(image_size, patches, what):
+def test_windows_are_the_cells_that_share_a_pixel_with_the_patch(image_size, patches, what, nested):
     threat = pp.PatchThreat(image_size, tuple(patches))
     banded = isinstance(what[0], str)
     fields = Fields.bands(image_size, *what) if banded else Fields.receptive(image_size, (3, 2), what)
-    windows = fields.touched_by(threat)
+    windows = fields.touched_by(threat, nested=nested)
     found = [frozenset(torch.nonzero(row)[:, 0].tolist()) for row in windows.touched]
-    expected = reference_windows(fields, threat)
-    assert set(found) == expected
+    assert set(found) == reference_windows(fields, threat, nested)
+    largest = {frozenset(torch.nonzero(row)[:, 0].tolist()) for row in windows.maximal.touched}
+    assert largest == {one for one in found if not any(one < other for other in found)}
     for cells, (top, left, height, width) in zip(found, windows.places.tolist(), strict=True):
         seen = fields.keep()[:, 0, top : top + height, left : left + width].flatten(1).any(dim=1)
         assert frozenset(torch.nonzero(seen)[:, 0].tolist()) == cells

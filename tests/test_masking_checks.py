@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import patchproof as pp
+from patchproof.geometry import Fields
 from patchproof.masking import _drift
 from patchproof.types import CheckError, InputError
 
@@ -52,6 +53,24 @@ def test_tau_is_eight_times_the_largest_change_seen_or_what_rounding_may_do():
             expected = 8 * 8 * torch.finfo(torch.float32).eps * drift.scale
             assert drift.scale > 20
         assert found.tau_fp32 == pytest.approx(expected, rel=1e-3)
+
+
+def test_tau_is_measured_on_single_views_not_on_what_two_of_them_share():
+    shown = set()
+
+    class Watched:
+        fill = (0.5,)
+
+        def __call__(self, images):
+            return first_three(images)
+
+        def masked(self, images, keep):
+            shown.update(keep[:, 0, 0].sum(dim=1).tolist())
+            return first_three(images)
+
+    images = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    pp.check_classifier(Watched(), images, Fields.bands((8, 8), "column", 2), copies=32)
+    assert shown == {2}
 
 
 def test_a_fast_precision_has_a_larger_tau_from_changes_that_only_pairs_of_masks_may_show():

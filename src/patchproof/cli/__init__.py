@@ -10,11 +10,12 @@ import signal
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, default_name_transform
+from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, default_name_transform
 from cyclopts.config import Dict
 from rich.markup import escape
 
@@ -24,6 +25,7 @@ from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.cli._stop import STOP
 from patchproof.recipes import find_recipe
+from patchproof.settings import DEFENSE_OPTIONS
 from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
@@ -131,6 +133,10 @@ def run(tokens: Sequence[str]) -> int:
 
 def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | None) -> tuple[int, str | None]:
     """Exit code and one line for what a user can put right; no line for a fault of the program."""
+    if isinstance(error, UnknownOptionError):
+        flag = str(error.token.keyword or error.token.value).split("=")[0].removeprefix("--").replace("-", "_")
+        owners = [n for n, o in DEFENSE_OPTIONS.items() if flag in {FLAGS.get(f.name, f.name) for f in fields(o)}]
+        return 2, str(error) + (f" It is for the defence {', '.join(owners)}." if owners else "")
     if isinstance(error, CycloptsError):
         return 2, str(error)
     if isinstance(error, PatchproofError):

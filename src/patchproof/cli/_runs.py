@@ -147,7 +147,7 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def cost_words(cost: runs.Cost) -> str:
     return (
-        f"{cost.images:,} image{'s' * (cost.images != 1)} with {cost.masks:,} masks: "
+        f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
         f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
         f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
@@ -222,6 +222,8 @@ def defense_for(settings: PredictSettings, classifier: Any) -> Any:
     def defense(low_resolution: bool, native: tuple[Size, ...]) -> Any:
         nonlocal engine
         built = build_defense(settings, classifier, low_resolution=low_resolution, native=native)
+        if not hasattr(built, "with_engine"):  # needs no τ
+            return built
         if engine is None:
             engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
         return built.with_engine(engine)

@@ -55,16 +55,22 @@ def robust_masking_lead(
     """min_W Σ_{∉ A(p) ∪ W} e_y − Σ_{∉A(p)} e_c, for evidence of at least 0.
 
     The patch can empty A(p) for y, and masking then takes another window W away from it. What the patch adds to c lies
-    in A(p), which is a window too, so masking takes at least as much away.
+    in A(p), which is a window too, so masking takes at least as much away. No W takes more than one it lies inside of,
+    but a smaller A(p) can give a smaller lead.
     """
     ours, beyond = of_label(low, labels)[:, 0], (~windows.touched).to(low)
     part = max(1, NUMBERS_AT_ONCE // max(1, ours.numel() + len(ours) * len(beyond)))
-    left = [((ours[:, None] * some) @ beyond.T).amin(dim=2) for some in beyond.split(part)]
+    left = [windows.maximal.outside(ours[:, None] * some).amin(dim=2) for some in beyond.split(part)]
     return torch.cat(left, dim=1)[:, None] - windows.outside(high)
 
 
 def certificates(
-    lead: Float[Tensor, "b classes a"], labels: Int64[Tensor, " b"], windows: Windows, *, passes: int, above: float
+    lead: Float[Tensor, "b classes a"],
+    labels: Int64[Tensor, " b"],
+    windows: Windows,
+    *,
+    passes: Int64[Tensor, " b"],
+    above: float,
 ) -> Certificates:
     """Certified iff y leads every other class under every patch by more than `above`; `worst` says where it leads
     least, and over which label."""
@@ -74,4 +80,4 @@ def certificates(
     worst = {"worst.label": rival}
     if lead.shape[2] == len(windows.places):  # a rule that counts names no place
         worst["worst.place"] = windows.places[place.gather(1, rival[:, None])[:, 0]]
-    return Certificates(margin > above, margin.float(), torch.full_like(labels, passes), worst)
+    return Certificates(margin > above, margin.float(), passes, worst)

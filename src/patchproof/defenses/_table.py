@@ -8,17 +8,20 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.masking import Copies, Evaluator
+from patchproof.masking import Copies, Evaluator, label_range, require_classes
 from patchproof.types import InputError
 
 BLOCK = 4
 """Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
 
 
-def require_labels(labels: Tensor, count: int) -> None:
+def require_labels(labels: Tensor, count: int, *, classes: int | None = None) -> None:
+    """Refuse what is no label for each of `count` images, or where `classes` is known no output of the classifier."""
     if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
         given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise InputError(f"labels must be a tensor of one int64 number for each of the {count} images, not {given}")
+    if classes is not None:
+        require_classes(label_range(labels), classes)
 
 
 @dataclass

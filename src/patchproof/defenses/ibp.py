@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._base import Certificates, Guarantee, device_of, require_one_patch
-from patchproof.defenses._table import require_labels
+from patchproof.defenses._table import BLOCK, require_labels
 from patchproof.geometry import PatchThreat, all_places, inside
 from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
@@ -62,6 +62,11 @@ class IntervalBounds:
         """Patch positions."""
         return len(all_places(self.threat))
 
+    @property
+    def fewest_passes(self) -> int:
+        """Of an image that fails at once."""
+        return min(BLOCK, self.most_passes)
+
     def describe(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -79,13 +84,15 @@ class IntervalBounds:
 
     @torch.no_grad()
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        """Bounds at every position, giving up on an image at its first bound that is not positive.
+        """Bounds at every position, giving up on an image after a block of positions with a bound that is not positive.
+        Blocks double, as those of masked copies do: what an image takes does not change with the batch it came in.
 
         A pass carries bounds from the pixels to the margins, for about twice the cost of a forward pass. `worst` is
         the position and the other class with the smallest bound of those computed.
         """
         require_images(images, self.threat.image_size)
         require_labels(labels, len(images))
+        labels = labels.to(images.device)
         parts = zip(images.split(self.images_at_once), labels.split(self.images_at_once), strict=True)
         found = [self._certified(*part) for part in parts]
         bound, forwards, place, label = (torch.cat(values) for values in zip(*found, strict=True))
@@ -97,17 +104,18 @@ class IntervalBounds:
         bound = torch.full((len(images),), torch.inf, dtype=torch.float64, device=images.device)
         forwards, label = torch.zeros_like(labels), torch.zeros_like(labels)
         place = places.new_zeros(len(images), 4)
-        done = 0
-        while done < len(places) and len(alive := torch.nonzero(bound > 0)[:, 0]):
-            some = places[done : done + max(1, self.images_at_once // len(alive))]
-            margins = self._bounds(images[alive], labels[alive], some)
+        start, block = 0, BLOCK
+        while start < len(places) and len(alive := torch.nonzero(bound > 0)[:, 0]):
+            some = places[start : start + block]
+            parts = some.split(max(1, self.images_at_once // len(alive)))
+            margins = torch.cat([self._bounds(images[alive], labels[alive], part) for part in parts], dim=1)
             worst, at = margins.flatten(1).min(dim=1)
-            better = worst < bound[alive]
+            better = ~(worst >= bound[alive])  # a bound that is no number proves nothing
             rows, at = alive[better], at[better]
             bound[rows], label[rows] = worst[better], at % margins.shape[2]
             place[rows] = some[at // margins.shape[2]]
             forwards[alive] += len(some)
-            done += len(some)
+            start, block = start + block, 2 * block
         return bound, forwards, place, label
 
     def _bounds(self, images: Tensor, labels: Tensor, places: Int64[Tensor, "p 4"]) -> Float[Tensor, "b p classes"]:

@@ -8,6 +8,7 @@ float64, so that rounding stays far below `ROUNDING`; the rules hold for logits 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -16,14 +17,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Assessment, Certificates, Guarantee, require_one_patch
+from patchproof.defenses._base import Assessment, Certificates, Guarantee, device_of, require_one_patch
 from patchproof.defenses._rules import bounded_lead, certificates, robust_masking, robust_masking_lead
 from patchproof.defenses._table import require_labels
 from patchproof.geometry import Fields, PatchThreat, Windows, receptive_windows
-from patchproof.masking import Engine, evaluating, require_images
-from patchproof.models import fingerprint
+from patchproof.masking import Engine, default_batch, evaluating, out_of_memory, require_images
+from patchproof.models import failure, fingerprint
 from patchproof.settings import BagCertOptions, NoOptions
-from patchproof.types import CheckError, Classifier, InputError, Size
+from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size
 
 ROUNDING = 1e-6
 """What float64 local logits are assumed to be off by, as a share of the largest |logit|: rounding is a millionth of
@@ -32,29 +33,42 @@ it. Leads must exceed this share of one cell's evidence, too."""
 PROBED_CELLS = 16
 """Cells whose receptive field is tried, by changing everything outside it."""
 
-IMAGES = 64
-"""Images per pass."""
-
 
 class Exact:
-    """The classifier's local logits in float64, made again when its weights have changed."""
+    """The classifier's local logits in float64, on a copy that follows its weights however they are changed."""
 
     def __init__(self, classifier: Any) -> None:
         self.classifier, self.copied, self.checked = classifier, (None, classifier), False
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
-        size, stride, offset = map(int, self.classifier.receptive_field)
+        field = self.classifier.receptive_field
+        try:
+            size, stride, offset = map(operator.index, field)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"receptive_field must be (size, stride, offset) in whole pixels, e.g. (9, 1, -4), not {field!r}"
+            ) from None
         return size, stride, offset
 
-    def local_logits(self, images: Tensor) -> Tensor:
+    def local_logits(self, images: Tensor, at_once: int = 1) -> Tensor:
+        network: Any = self.copied[1]
         if isinstance(self.classifier, nn.Module):
             now = fingerprint(self.classifier)
             if self.copied[0] != now:
-                self.copied, self.checked = (now, copy.deepcopy(self.classifier).double()), False  # type: ignore[assignment]
-        network: Any = self.copied[1]
-        with torch.no_grad(), evaluating(network):
-            parts = [network.local_logits(part) for part in images.double().split(IMAGES)]
+                network = copy.deepcopy(self.classifier).double()
+                self.copied, self.checked = (now, network), False  # type: ignore[assignment]
+            with torch.no_grad():  # a change through `.data` leaves no trace
+                for ours, theirs in zip(_tensors(network), _tensors(self.classifier), strict=True):
+                    ours.copy_(theirs)
+        try:
+            with torch.no_grad(), evaluating(network):
+                parts = [network.local_logits(part) for part in images.double().split(at_once)]
+        except Exception as error:
+            if isinstance(error, PatchproofError) or out_of_memory(error):
+                raise
+            shape = tuple(images.shape[1:])
+            raise CheckError(f"local_logits fails on float64 images of {shape}: {failure(error)}") from error
         for logits in parts:
             if not (isinstance(logits, Tensor) and logits.ndim == 4):
                 got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -65,7 +79,6 @@ class Exact:
         """Refuse a receptive field that is not what it says: change all pixels outside it and compare, once."""
         if self.checked or not len(images):
             return
-        self.checked = True
         rows, columns = self.local_logits(images[:1]).shape[2:]
         keep = Fields.receptive(image_size, (rows, columns), self.receptive_field).keep(images.device)
         cells = torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist()
@@ -79,6 +92,11 @@ class Exact:
                     f"the receptive field {self.receptive_field} (size, stride, offset) is not what "
                     f"the network has: pixels outside it change the logits of cell ({row}, {column}) by {change:.3g}"
                 )
+        self.checked = True
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,8 @@ class LocalDefense:
     evidence: ClassVar[Sequence[str]] = ("worst",)
     Options: ClassVar[type[Any]] = NoOptions
     most_passes: ClassVar[int] = 1
-    images_at_once: ClassVar[int] = IMAGES
+    nested: ClassVar[bool] = False
+    """Does the rule ask about windows inside others, too?"""
 
     def __post_init__(self) -> None:
         if not hasattr(self.classifier, "local_logits") or not hasattr(self.classifier, "receptive_field"):
@@ -108,10 +127,18 @@ class LocalDefense:
         if self.engine.precision not in ("fp32", "auto"):
             raise InputError(f"{self.name} computes in float64; leave precision at fp32, not {self.engine.precision}")
         object.__setattr__(self, "exact", Exact(self.classifier))
+        assert self.exact.receptive_field  # refused here if it is none
 
     @classmethod
     def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
         return cls(classifier, threat, engine=engine, **options)
+
+    @property
+    def images_at_once(self) -> int:
+        """Images per pass: float64 takes twice the memory, and passes are cheap beside it."""
+        if self.engine.batch_size != "auto":
+            return self.engine.batch_size
+        return max(1, default_batch(self.threat.image_size, device_of(self)) // 4)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -151,21 +178,23 @@ class LocalDefense:
         self.exact.check_fields(images, logits, self.threat.image_size)
         predictions = self.scores(self.local_evidence(logits), windows).argmax(dim=1)
         asked = predictions if labels is None else labels.to(images.device)
-        require_labels(asked, len(images))
-        off = ROUNDING * logits.abs().amax().clamp(min=1) if len(logits) else 0
+        require_labels(asked, len(images), classes=logits.shape[1])
+        off = ROUNDING * logits.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
         low, high = self.local_evidence(logits - off), self.local_evidence(logits + off)
         lead = self.lead(low, high, asked, windows)
-        return Assessment(predictions, certificates(lead, asked, windows, passes=1, above=ROUNDING))
+        return Assessment(
+            predictions, certificates(lead, asked, windows, passes=torch.ones_like(asked), above=ROUNDING)
+        )
 
     def local(self, images: Float[Tensor, "b c h w"]) -> tuple[Float[Tensor, "b classes n"], Windows]:
         """The local logits in float64, cell by cell, and the windows of the threat."""
         require_images(images, self.threat.image_size)
-        logits = self.exact.local_logits(images)
+        logits = self.exact.local_logits(images, self.images_at_once)
         return logits.flatten(2), self.windows(logits)
 
     def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
         grid = (int(logits.shape[2]), int(logits.shape[3]))
-        return receptive_windows(self.threat, grid, self.exact.receptive_field, logits.device)
+        return receptive_windows(self.threat, grid, self.exact.receptive_field, logits.device, nested=self.nested)
 
     def surrogate(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """The scores with gradients, for attacks."""
@@ -194,6 +223,7 @@ class PatchGuardBagNet(LocalDefense):
     """e = max(l, 0), each class without its most evident window: robust masking (Xiang et al. 2021)."""
 
     name: ClassVar[str] = "patchguard-bagnet"
+    nested: ClassVar[bool] = True
 
     def local_evidence(self, logits: Tensor) -> Tensor:
         return logits.relu()

@@ -41,11 +41,12 @@ from patchproof.types import Classifier, InputError
 
 class Votes(NamedTuple):
     """Of every view for every class, 0 or 1: `cast` as the passes came out; `low` are those that every evaluation
-    casts, `high` those that some evaluation may cast, with logits off by what τ allows."""
+    casts, `high` those that some evaluation may cast, with logits off by what τ allows. `passes` is their number."""
 
     cast: Float[Tensor, "b classes n"]
     low: Float[Tensor, "b classes n"]
     high: Float[Tensor, "b classes n"]
+    passes: Int64[Tensor, " b"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Smoothing(EvaluatedDefense):
         votes = self.votes(images)
         predictions = self.scores(votes.cast).argmax(dim=1)
         asked = predictions if labels is None else labels.to(images.device)
-        require_labels(asked, len(images))
+        require_labels(asked, len(images), classes=votes.cast.shape[1])
         found, cast = self.prove(votes, asked), votes.cast.sum(dim=2)
         ours = cast.gather(1, asked[:, None])[:, 0]
         most = cast.scatter(1, asked[:, None], -1).amax(dim=1)
@@ -162,10 +163,13 @@ class ThresholdVotes(Smoothing):
         return super().describe() | {"threshold": self.threshold}
 
     def votes(self, images: Float[Tensor, "b c h w"]) -> Votes:
-        """Probabilities in float32. A vote is open where the log-odds of its class are within τ of the threshold's."""
+        """Probabilities in float32. A vote is open where the log-odds of its class are within τ, and the rounding of a
+        softmax, of the threshold's."""
         odds = log(self.threshold / (1 - self.threshold))
+        self.evaluator.refresh()
         engine = self.evaluator.engine
         tau = engine.tau_fp32 if isinstance(engine, Measured) else 0.0
+        tau += 16 * torch.finfo(torch.float32).eps / (1 - self.threshold)
 
         def read(logits: Tensor, _rows: Tensor | slice) -> Tensor:
             probability = logits.softmax(dim=1)
@@ -175,7 +179,9 @@ class ThresholdVotes(Smoothing):
 
         keep = self.views.keep(images.device)
         found = self.evaluator.evaluate(images, keep, self.copies(images), read, precision="fp32")
-        return Votes(*found.unflatten(0, (len(images), len(self.views))).permute(2, 0, 3, 1).double())
+        passes = torch.full((len(images),), len(self.views), device=images.device)
+        cast, low, high = found.unflatten(0, (len(images), len(self.views))).permute(2, 0, 3, 1).double()
+        return Votes(cast, low, high, passes)
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,7 @@ class CountingVotes(Smoothing):
         count = counted_lead(votes.low, votes.high, labels, windows) + ties
         exact = bounded_lead(votes.low, votes.high, labels, windows, least=0, most=1) + ties
         each = {
-            name: certificates(lead, labels, windows, passes=len(self.views), above=0)
+            name: certificates(lead, labels, windows, passes=votes.passes, above=0)
             for name, lead in (("count", count), ("exact", exact))
         }
         both = {f"votes.{name}": found.certified for name, found in each.items()}
@@ -237,11 +243,12 @@ class SmoothedViT(CountingVotes):
         engine = self.evaluator.engine
         tau = engine.tau_fp32 if isinstance(engine, Measured) else 0.0
         shape = (len(images), len(self.views))
-        label, sure = (t.unflatten(0, shape).to(images.device) for t in (found.label, (found.gap >= tau)))
+        read = found.label, (found.gap >= tau) & found.gap.isfinite(), found.passes
+        label, sure, passes = (values.unflatten(0, shape).to(images.device) for values in read)
         classes = self.classes(images)
-        cast = torch.nn.functional.one_hot(label, classes).bool()
-        bounds = (cast, cast & sure[:, :, None], cast | ~sure[:, :, None])
-        return Votes(*(v.transpose(1, 2).double() for v in bounds))
+        votes, sure = torch.nn.functional.one_hot(label, classes).bool(), sure[:, :, None]
+        cast, low, high = (v.transpose(1, 2).double() for v in (votes, votes & sure, votes | ~sure))
+        return Votes(cast, low, high, passes.sum(dim=1))
 
     def classes(self, images: Tensor) -> int:
         known = getattr(self.classifier, "num_classes", None)
@@ -264,4 +271,4 @@ class PatchGuardSmoothing(ThresholdVotes):
     def prove(self, votes: Votes, labels: Int64[Tensor, " b"]) -> Certificates:
         windows = self.windows.to(labels.device)
         lead = robust_masking_lead(votes.low, votes.high, labels, windows)
-        return certificates(lead, labels, windows, passes=len(self.views), above=0)
+        return certificates(lead, labels, windows, passes=votes.passes, above=0)

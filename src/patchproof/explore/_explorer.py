@@ -232,6 +232,8 @@ class Explorer:
         ways = self.defense.objectives() if defended and hasattr(self.defense, "objectives") else ()
         objective = next(iter(ways), Misclassify("margin"))
         target, threat = self.defense if defended else Undefended(evaluator), self.defense.threat
+        if defended and hasattr(self.defense, "surrogate"):
+            evaluator = Evaluator(self.defense.surrogate, evaluator.engine)
         labels = torch.tensor([shown.finding.label], device=images.device)
 
         def attacked(steps: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from jaxtyping import Bool, Int64, Shaped
@@ -19,8 +19,8 @@ class Windows:
     """A(p), the cells that a patch p of 𝓡 touches; `places[a]` (top, left, height, width) is a patch that touches
     exactly the cells `touched[a]`.
 
-    Windows that lie inside another one of their patch size are left out: a patch that reaches more cells can do all
-    that one can which reaches fewer.
+    Windows that lie inside another one of their patch size are left out unless they are asked for (`nested`): a patch
+    that reaches more cells can do all that one can which reaches fewer.
     """
 
     touched: Bool[Tensor, "a n"]
@@ -33,6 +33,14 @@ class Windows:
     def sizes(self) -> Int64[Tensor, " a"]:
         """|A(p)|."""
         return self.touched.sum(dim=1)
+
+    @cached_property
+    def maximal(self) -> Windows:
+        """Those that lie inside no other one."""
+        touched = self.touched.float()
+        inside = (touched @ (1 - touched).T) < 0.5  # [i, j]: is i in j?
+        left = ~(inside & ~inside.T).any(dim=1)
+        return Windows(self.touched[left], self.places[left])
 
     def inside(self, values: Shaped[Tensor, "*b n"]) -> Shaped[Tensor, "*b a"]:
         """Σ over A(p)."""
@@ -91,12 +99,12 @@ class Fields:
         seen = self.rows[:, None, :, None] & self.columns[None, :, None, :]
         return seen.flatten(0, 1)[:, None].to(device)
 
-    def touched_by(self, threat: PatchThreat) -> Windows:
-        """A(p) for every patch of 𝓡, by counting pixels."""
+    def touched_by(self, threat: PatchThreat, *, nested: bool = False) -> Windows:
+        """A(p) for every patch of 𝓡, by counting pixels; with `nested`, also those inside another one."""
         touched, places = [], []
         for height, width in dict.fromkeys(threat.patch_sizes):
-            rows, tops = _touched(self.rows, height)
-            columns, lefts = _touched(self.columns, width)
+            rows, tops = _touched(self.rows, height, nested=nested)
+            columns, lefts = _touched(self.columns, width, nested=nested)
             touched.append((rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1))
             at = torch.cartesian_prod(tops, lefts)
             places.append(torch.cat([at, torch.tensor([height, width]).expand_as(at)], dim=1))
@@ -104,19 +112,26 @@ class Fields:
 
 
 @lru_cache(maxsize=8)
-def receptive_windows(threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device) -> Windows:
+def receptive_windows(
+    threat: PatchThreat, grid: Size, field: tuple[int, int, int], device: torch.device, *, nested: bool = False
+) -> Windows:
     """A(p) for the cells of a network with this receptive field."""
-    return Fields.receptive(threat.image_size, grid, field).touched_by(threat).to(device)
+    return Fields.receptive(threat.image_size, grid, field).touched_by(threat, nested=nested).to(device)
 
 
-def _touched(seen: Bool[Tensor, "n pixels"], patch: int) -> tuple[Bool[Tensor, "p n"], Int64[Tensor, " p"]]:
-    """The distinct sets of cells that see part of a patch on this axis, none inside another, and a start for each."""
+def _touched(
+    seen: Bool[Tensor, "n pixels"], patch: int, *, nested: bool
+) -> tuple[Bool[Tensor, "p n"], Int64[Tensor, " p"]]:
+    """The distinct sets of cells that see part of a patch on this axis, and a start for each; unless `nested`, none
+    inside another."""
     windows = torch.ones(1, patch, dtype=torch.float32)
     starts = torch.arange(seen.shape[1] - patch + 1)
     counts = torch.nn.functional.conv1d(seen[:, None].float(), windows[None])[:, 0].T  # [start, cell]: pixels in common
     touched = (counts > 0.5).float()
     missed = touched @ (1 - touched).T  # [i, j]: cells of i that are not in j
     inside, equal = missed < 0.5, (missed < 0.5) & (missed.T < 0.5)
-    redundant = (inside & ~equal) | (equal & (starts[None] < starts[:, None]))
+    redundant = equal & (starts[None] < starts[:, None])
+    if not nested:
+        redundant |= inside & ~equal
     left = ~redundant.any(dim=1)
     return touched[left].bool(), starts[left]

@@ -34,9 +34,10 @@ def check_classifier(
 ) -> tuple[Measured, Drift]:
     """Refuse a classifier whose logits depend on batch composition, position or the RNG; measure τ of the others.
 
-    Evaluates `copies` masked copies of the images, spread over them, in batches of different size and order, and fast
-    precisions beside float32. The engine returned has τ, a batch size that fits into memory, and in place of `auto`
-    whatever is fastest, the passes decided again counted in; `work` is the number of passes ahead.
+    Evaluates `copies` masked copies of the images (under two masks, or in one view), spread over them, in batches of
+    different size and order, and fast precisions beside float32. The engine returned has τ, a batch size that fits into
+    memory, and in place of `auto` whatever is fastest, the passes decided again counted in; `work` is the number of
+    passes ahead.
     """
     require_images(images, masks.image_size)
     if not len(images):
@@ -46,7 +47,8 @@ def check_classifier(
     evaluator = Evaluator(classifier, replace(engine, precision=engine.fast, compile=settled))
     keep = masks.keep(images.device)
     drawn = torch.randint(len(masks), (2, copies), generator=torch.Generator().manual_seed(1))
-    chosen = Copies(torch.arange(copies) % len(images), drawn[0], drawn[1]).to(images.device)
+    second = drawn[0] if isinstance(masks, Fields) else drawn[1]  # what two views share is next to nothing
+    chosen = Copies(torch.arange(copies) % len(images), drawn[0], second).to(images.device)
     _try_passes(evaluator, images, keep, chosen, num_classes)
     candidates: tuple[Precision, ...] = () if engine.fast == "fp32" else (engine.fast,)
     if images.is_cuda and engine.precision == "auto":

@@ -69,7 +69,7 @@ def margin_bounds(
 
 def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
     """The layers of a composition in their order; one that bounds cannot pass is refused by its name."""
-    if isinstance(network, ImageClassifier):
+    if isinstance(network, ImageClassifier) and type(network).forward is ImageClassifier.forward:
         yield Normalisation(network)
         yield from passable_layers(network.module)
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:

@@ -21,7 +21,7 @@ from patchproof.attacks import (
     defended_attacks,
     undefended_attacks,
 )
-from patchproof.defenses import MaskedDefense, device_of
+from patchproof.defenses import EvaluatedDefense, device_of
 from patchproof.geometry import Rect, as_places, rects_of
 from patchproof.masking import Engine, Evaluator
 from patchproof.runs._folder import dump_json, write_atomically
@@ -162,8 +162,8 @@ def findings(record: Record, alone: Attacked | None, behind: Attacked | None) ->
 
 def as_judge(defense: Any) -> Any:
     """The defence for hostile images: where the fast precision misjudges one, the float32 label is taken."""
-    if not isinstance(defense, MaskedDefense):
+    if not isinstance(defense, EvaluatedDefense):
         return defense
-    judge = replace(defense)
+    judge: Any = replace(defense)  # type: ignore[type-var]
     judge.evaluator.strict = False
     return judge

@@ -12,7 +12,7 @@ import torch
 
 from patchproof.defenses import device_of
 from patchproof.geometry import MaskSet, covering_masks
-from patchproof.masking import Copies, Engine, Evaluator, masks_for
+from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.models import mask_colour
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
@@ -32,7 +32,8 @@ TIMED, COPIES = 2, 64
 
 @dataclass(frozen=True)
 class Cost:
-    """Passes from the fewest, where every image fails at once, to the most, where all are certified."""
+    """Passes from the fewest, where every image fails at once, to the most, where all are certified; `masks` is 0 for a
+    defence that has none."""
 
     images: int
     masks: int
@@ -48,10 +49,15 @@ class Cost:
 
 
 def estimate_cost(defense: Any, images: int) -> Cost | None:
-    """From a few timed passes over generated images; None for a defence without masks or classifier."""
+    """From a few timed passes over generated images; None for a defence without a classifier."""
     masks = getattr(defense, "masks", None)
-    if masks is None or getattr(defense, "classifier", None) is None:
+    if getattr(defense, "classifier", None) is None:
         return None
+    if masks is None:
+        most = images * defense.most_passes
+        fewest, seconds = images * getattr(defense, "fewest_passes", defense.most_passes), seconds_per_own_pass(defense)
+        times = 1 / seconds, fewest * seconds, most * seconds
+        return Cost(images, 0, fewest, most, *times, 0, peak_memory(device_of(defense)))
     require_memory(defense)
     needed = table_bytes(masks, in_pairs=defense.most_passes > len(masks))
     seconds = seconds_per_pass(defense)
@@ -112,13 +118,31 @@ def peak_memory(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def seconds_per_own_pass(defense: Any) -> float:
+    """Of a defence without masks, whatever a pass is to it: one certification of a generated image."""
+    images = _one_image(defense)
+    labels = defense.predict(images)
+    if hasattr(defense, "with_engine"):
+        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
+    times = []
+    for _ in range(TIMED):  # the first one may have things to check
+        began = time.perf_counter()
+        passes = int(defense.certify(images, labels).forwards)  # waits for the device
+        times.append((time.perf_counter() - began) / passes)
+    return min(times)
+
+
+def _one_image(defense: Any) -> torch.Tensor:
+    channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
+    return generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
+
+
 def seconds_per_pass(defense: Any) -> float:
     """Of masked copies in whole chunks, by the fastest of a few."""
     classifier, device = defense.classifier, device_of(defense)
     engine = getattr(defense, "engine", None) or Engine()
     evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
-    channels = len(mask_colour(classifier) or (0.5,) * 3)
-    images = generated_images(1, channels, defense.threat.image_size).to(device)
+    images = _one_image(defense)
     keep = masks_for(classifier, defense.threat, per_axis=3).keep(device)
     evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
     zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []

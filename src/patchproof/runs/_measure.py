@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ def measure_tau(
         return None
     device, masks = device_of(defense), _masks(defense)
     engine = engine or getattr(defense, "engine", None) or Engine()
+    if not hasattr(defense, "with_engine"):  # its certificates do not rest on τ: the check of the classifier is enough
+        small = FEWEST_COPIES if engine.batch_size == "auto" else engine.batch_size
+        engine = replace(engine, precision="fp32", compile=False, batch_size=small)
     work = len(indices) * int(getattr(defense, "most_passes", len(masks)))
     copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
     if engine.precision == "fp32" or (engine.precision == "auto" and device.type == "cpu"):

@@ -18,12 +18,21 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess, reading, to_rgb, unit_floats
-from patchproof.defenses import DEFENSES, Assessment, Defense, assess, device_of, require_defense
+from patchproof.defenses import (
+    DEFENSES,
+    Assessment,
+    Defense,
+    MaskedDefense,
+    assess,
+    defense,
+    device_of,
+    require_defense,
+)
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
 from patchproof.runs._attack import as_judge
-from patchproof.runs._manifest import stored_taus
+from patchproof.runs._manifest import plain, stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification
 from patchproof.runs._session import IMAGES_AT_ONCE, preprocessing_for
@@ -224,7 +233,7 @@ def image_files(path: Path) -> Iterator[Path]:
 
 
 def stored_defense(run: StoredCertification, classifier: Any) -> Any:
-    """The defence that a certification was about, with its masks, precision and τ, on the same weights."""
+    """The defence that a certification was about, with its masks or options, precision and τ, on the same weights."""
     found, wanted = weights_sha256(classifier), run.weights_sha256
     if wanted is None or found != wanted:
         raise CheckError(
@@ -233,11 +242,26 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
         )
     if run.fill is not None and tuple(run.fill) != tuple(getattr(classifier, "fill", run.fill)):
         raise CheckError(f"{run.folder} was certified with masked pixels of {run.fill}; this classifier has other ones")
-    if run.defense not in DEFENSES or run.masks is None or run.image_size is None:
+    kind = DEFENSES[run.defense].kind if run.defense in DEFENSES else None
+    if kind is None or run.image_size is None or (run.masks is None) == issubclass(kind, MaskedDefense):
         raise InputError(f"{run.folder} is about the defence `{run.defense}`, which has no name here; build your own")
     engine = Measured(precision=run.manifest["precision"], **stored_taus(run.manifest["tau"]))
     threat = PatchThreat(run.image_size, run.patch_sizes, run.patches)
-    return DEFENSES[run.defense].kind(classifier, run.masks, threat, engine=engine)
+    if run.masks is not None:
+        return kind(classifier, run.masks, threat, engine=engine)
+    options = {option: run.config[option] for option in kind.Options.__dataclass_fields__ if option in run.config}
+    try:
+        built = defense(run.defense, classifier, threat, engine=engine, **options)
+    except TypeError as error:
+        raise CheckError(f"{run.folder / 'manifest.json'} is damaged ({error})") from error
+    recorded = run.manifest["identity"]["defense"]
+    for name, value in plain(built.describe()).items():
+        if name not in ("precision", "compile") and recorded.get(name) != value:
+            raise CheckError(
+                f"{run.folder} is about `{run.defense}` with {name} {recorded.get(name)}, not {value}; a run made from "
+                "Python does not record its options, so build the defence yourself"
+            )
+    return built
 
 
 def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
@@ -252,6 +276,8 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
         how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
         threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
+        if run.masks is None:
+            return replace(stored, threat=threat)
         return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
     return of
