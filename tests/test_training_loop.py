@@ -134,7 +134,7 @@ def test_a_teacher_answers_for_the_same_masked_copies(generator):
     own = classifier.eval()(shown).log_softmax(dim=1)
     divergence = (wanted.exp() * (wanted - own)).sum(dim=1).mean().item()
     for weight in (0.25, 1.0):
-        options = {"teacher": run.teacher, "teacher_weight": weight}
+        options = {"teacher": run.model.teacher, "teacher_weight": weight}
         found, _ = masked_loss(MaskedForward(classifier), images, labels, keep, **options)
         labelled = nn.functional.cross_entropy(own, labels.repeat(2)).item()
         assert found.item() == pytest.approx((1 - weight) * labelled + weight * divergence, rel=1e-4)
