@@ -56,6 +56,9 @@ def test_they_are_certified_resumed_predicted_and_explored_as_one(both, capsys):
     assert run(["predict", "x.png", "--weights", "two,one", "--mirror", "--like", "r"]) == 1
     explorer = open_explorer(Path("r"))
     assert weights_sha256(explorer.defense.classifier) == weights_sha256(both)
+    words = ["--weights", "one,embedded,random"]
+    assert run(["certify", *words, "--limit", "1", "--output", "w"]) == 0
+    assert len(open_explorer(Path("w")).defense.classifier.members) == 3, "members that are no folders"
 
 
 @pytest.mark.slow
