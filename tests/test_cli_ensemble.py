@@ -78,10 +78,16 @@ def test_one_network_is_taught_by_them(both, capsys):
     assert content("t", "manifest")["identity"]["plan"]["teacher"] == weights_sha256(both)
     assert run([*train, "--output", "t", "--resume"]) == 1
     assert "teacher was" in capsys.readouterr().err
+    for wrong in ("random", "one,pretrained", "missing.pth"):
+        assert run([*train[:-4], "--teacher", wrong, "--output", "w"]) == 2
+        words = f"--teacher takes checkpoint folders, `embedded` or `zoo`; `{wrong.removeprefix('one,')}` is none"
+        assert words in capsys.readouterr().err
     assert run(["train", "--weights", "one,two"]) == 2
     assert "train fine-tunes one network" in capsys.readouterr().err
 
 
-def test_names_with_nothing_between_commas_are_refused(both, capsys):
+def test_names_of_nothing_are_refused(both, capsys):
     assert run(["certify", "--weights", "one,,two"]) == 2
     assert "separated by one comma each" in capsys.readouterr().err
+    assert run(["certify", "--weights", "one,~nobody/two"]) == run(["certify", "--weights", "~nobody/one"]) == 2
+    assert capsys.readouterr().err.count("a path begins with ~ and a name that no user") == 2

@@ -59,7 +59,7 @@ from patchproof.data import BadImageError, ImageSource, decode, open_dataset, sp
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
-from patchproof.models import EMBEDDED, replace_head
+from patchproof.models import EMBEDDED, architecture_of, replace_head
 from patchproof.recipes import find_recipe
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
@@ -302,6 +302,9 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     source, held_out, tested = open_sources(settings)
     folder = run_folder("train", settings, source)
     if settings.teacher is not None:
+        for name in weight_names(settings.teacher):
+            if name == "random" or architecture_of(name) is None:
+                raise InputError(f"--teacher takes checkpoint folders, `embedded` or `zoo`; `{name}` is none of them")
         kind = {f.name: getattr(settings, f.name) for f in fields(ModelSettings)}
         teacher = open_classifier(
             ModelSettings(**kind | {"model": None, "weights": settings.teacher, "drop_tokens": False})
