@@ -102,7 +102,8 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.idle, self.pair = nn.Conv2d(3, 3, 3, padding=1), nn.Identity(), nn.MaxPool2d(2, return_indices=True)
+        self.conv, self.idle = nn.Conv2d(3, 3, 3, padding=1), nn.Identity()
+        self.pair = nn.MaxPool2d(2, return_indices=True)
         self.tokens, self.head = nn.Flatten(2), nn.Linear(3, 2)
 
     def forward(self, images):
@@ -112,7 +113,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("name", ["conv", "idle", "pair", "tokens", "head", ""])
 def test_layers_without_one_map_are_refused(name):
     model = Shared().eval()
-    with pytest.raises(InputError, match="needs a layer that runs once in a pass and whose output is a feature map"):
+    with pytest.raises(InputError, match="needs a layer that runs once per pass and gives a feature map"):
         grad_cam(model, torch.rand(2, 3, 8, 8), layer=named_layer(model, name))
     assert not any(m._forward_hooks for m in model.modules())
 

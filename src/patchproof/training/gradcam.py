@@ -18,7 +18,7 @@ from patchproof.settings import Upsampling
 from patchproof.types import Classifier, InputError, Size
 
 POOLING = re.compile(r"(^|\.)(head|global_pool|attn_pool)(\.|$)")
-NO_MAP = "Grad-CAM needs a layer that runs once in a pass and whose output is a feature map or a ViT's tokens; name another"
+NO_MAP = "Grad-CAM needs a layer that runs once per pass and gives a feature map or a ViT's tokens; name another"
 _SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
