@@ -169,11 +169,12 @@ class Trainer:
                 torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
+            mirrored = None
             if self.plan.augment != "none":
                 augment = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment]
                 images, mirrored = augment(images, self.generator)
-                if hasattr(self.strategy, "mirrored"):
-                    self.strategy.mirrored = mirrored
+            if hasattr(self.strategy, "mirrored"):
+                self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
             remembered = state_of(self.strategy) if shared else {}
