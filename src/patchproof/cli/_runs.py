@@ -24,7 +24,6 @@ from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._settings import (
     CertifySettings,
-    ModelSettings,
     PredictSettings,
     ThreatSettings,
     TrainSettings,
@@ -305,11 +304,8 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
         for name in weight_names(settings.teacher):
             if name == "random" or architecture_of(name) is None:
                 raise InputError(f"--teacher takes checkpoint folders, `embedded` or `zoo`; `{name}` is none of them")
-        kind = {f.name: getattr(settings, f.name) for f in fields(ModelSettings)}
-        teacher = open_classifier(
-            ModelSettings(**kind | {"model": None, "weights": settings.teacher, "drop_tokens": False})
-        )
-        plan = replace(plan, teacher=teacher)
+        named = replace(settings, model=None, weights=settings.teacher, drop_tokens=False)
+        plan = replace(plan, teacher=open_classifier(named))
     classifier = open_classifier(replace(settings, mirror=False), source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
