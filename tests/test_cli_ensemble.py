@@ -56,6 +56,9 @@ def test_they_are_certified_resumed_predicted_and_explored_as_one(both, capsys):
     assert run(["predict", "x.png", "--weights", "two,one", "--mirror", "--like", "r"]) == 1
     explorer = open_explorer(Path("r"))
     assert weights_sha256(explorer.defense.classifier) == weights_sha256(both)
+    words = ["--weights", "one,embedded,random"]
+    assert run(["certify", *words, "--limit", "1", "--output", "w"]) == 0
+    assert len(open_explorer(Path("w")).defense.classifier.members) == 3, "members that are no folders"
 
 
 @pytest.mark.slow
@@ -75,10 +78,17 @@ def test_one_network_is_taught_by_them(both, capsys):
     assert content("t", "manifest")["identity"]["plan"]["teacher"] == weights_sha256(both)
     assert run([*train, "--output", "t", "--resume"]) == 1
     assert "teacher was" in capsys.readouterr().err
+    for wrong in ("random", "one,pretrained", "missing.pth"):
+        assert run([*train[:-4], "--teacher", wrong, "--output", "w"]) == 2
+        words = f"--teacher takes checkpoint folders, `embedded` or `zoo`; `{wrong.removeprefix('one,')}` is none"
+        assert words in capsys.readouterr().err
     assert run(["train", "--weights", "one,two"]) == 2
     assert "train fine-tunes one network" in capsys.readouterr().err
 
 
-def test_names_with_nothing_between_commas_are_refused(both, capsys):
+def test_names_of_nothing_are_refused(both, capsys):
     assert run(["certify", "--weights", "one,,two"]) == 2
     assert "separated by one comma each" in capsys.readouterr().err
+    for unknown in ("one,~nobody-here/two", "~nobody-here/one"):
+        assert run(["certify", "--weights", unknown]) == 2
+        assert "a path begins with ~ and a name that no user" in capsys.readouterr().err

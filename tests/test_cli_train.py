@@ -19,6 +19,7 @@ from PIL import Image
 from faults import Fault
 from patchproof.cli import run
 from patchproof.models import load_checkpoint
+from patchproof.training.search import Memory
 from test_cli import assert_one_line, content
 
 
@@ -44,7 +45,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys):
+def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatch):
     """28 images in batches of 8: four steps per epoch, of which two are enough to know what one takes."""
     assert train(data, "--epochs", "50", "--dry-run", "--json") == 0
     cost = json.loads(capsys.readouterr().out)
@@ -53,6 +54,9 @@ def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys):
     assert train(data, "--epochs", "50", "--dry-run") == 0
     assert re.search(r"50 epochs, 200 steps of [\d.e-]+ s, 6 images validated .*: [\d:]+ to", capsys.readouterr().out)
     assert not Path("runs").exists()
+    monkeypatch.setattr(Memory, "saved", lambda self, epochs: 1e6)
+    assert train(data, "--strategy", "memory", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["seconds_per_step"] < 0, "what later epochs save is taken off"
 
 
 def test_one_class_is_refused(tmp_path, capsys):

@@ -35,6 +35,7 @@ from patchproof.models import (
     load_classifier,
     match_labels,
     replace_head,
+    rewrap,
     save_checkpoint,
     sealed,
     settled,
@@ -270,6 +271,8 @@ def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask() -> No
     assert torch.allclose(lowered.masked(x, keep).exp(), expected, atol=0.02)
     twice = Ensemble([network, Ensemble([network])])
     assert len({weights_sha256(each) for each in (network, both, Mirror([network]), twice)}) == 4
+    others = [Ensemble([rewrap(network, fill=fill), network]) for fill in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4))]
+    assert weights_sha256(others[0]) != weights_sha256(others[1]), "another mask colour is another ensemble"
 
 
 @pytest.mark.parametrize(

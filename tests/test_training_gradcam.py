@@ -10,8 +10,9 @@ from captum.attr import LayerGradCam
 from torch import nn
 
 from patchproof.masking import evaluating
-from patchproof.models import load_classifier
-from patchproof.training.gradcam import grad_cam, salient_layer
+from patchproof.models import load_classifier, rewrap
+from patchproof.training.gradcam import grad_cam, named_layer, salient_layer
+from patchproof.types import InputError
 
 NETWORKS = [
     ("small", None),
@@ -94,6 +95,35 @@ def test_a_network_without_a_feature_map_is_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
     with pytest.raises(ValueError, match="has no feature map"):
         grad_cam(model, torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))
+
+
+class Shared(nn.Module):
+    """A layer that runs twice, one that never runs, one that gives a pair, and tokens without a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.idle = nn.Conv2d(3, 3, 3, padding=1), nn.Identity()
+        self.pair = nn.MaxPool2d(2, return_indices=True)
+        self.tokens, self.head = nn.Flatten(2), nn.Linear(3, 2)
+
+    def forward(self, images):
+        return self.head(self.tokens(self.pair(self.conv(self.conv(images)))[0]).mean(dim=2))
+
+
+@pytest.mark.parametrize("name", ["conv", "idle", "pair", "tokens", "head", ""])
+def test_layers_without_one_map_are_refused(name):
+    model = Shared().eval()
+    with pytest.raises(InputError, match="needs a layer that runs once per pass and gives a feature map"):
+        grad_cam(model, torch.rand(2, 3, 8, 8), layer=named_layer(model, name))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_vit_that_drops_tokens_is_looked_at_whole(generator):
+    plain = load_classifier("vit_tiny_patch16_224", "random", num_classes=3, input_size=(64, 64))
+    images, keep = torch.rand(2, 3, 64, 64, generator=generator), torch.ones(2, 1, 64, 64, dtype=torch.bool)
+    keep[0, :, :16], keep[1, :, 32:] = False, False  # different numbers of tokens
+    found = grad_cam(rewrap(plain, drop_tokens=True), images, keep=keep)
+    assert torch.equal(found, grad_cam(plain, images, keep=keep))
 
 
 @pytest.mark.parametrize("name", ["mixer_s32_224", pytest.param("xcit_nano_12_p16_224", marks=pytest.mark.slow)])

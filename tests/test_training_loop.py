@@ -45,6 +45,7 @@ VARIANTS = {
         "augment": "light",
         "clean_copies": True,
         "accumulate": 2,
+        "ema": 0.9,
     },
     "cutout": {"strategy": "cutout"},
     "adamw, average": {"strategy": "rand", "optimizer": "adamw", "ema": 0.9, "learning_rate": 0.001},
@@ -140,8 +141,12 @@ def test_a_teacher_answers_for_the_same_masked_copies(generator):
         assert found.item() == pytest.approx((1 - weight) * labelled + weight * divergence, rel=1e-4)
     next(run.run())
     assert plan.describe()["teacher"] == weights_sha256(plan.teacher)
+    function = dataclasses.replace(plan, teacher=pp.Ensemble([lambda x: x.mean((2, 3))]))
+    assert function.describe()["teacher"] == "Ensemble", "not the same as none"
+    trainer(function)  # says nothing of its classes
     for wrong, words in (
-        (load_classifier("small", "random", class_names=("a", "b", "y")), "1 of the data set's 3 classes are not"),
+        (load_classifier("small", "random", class_names=("a", "b", "y")), "lacks 1 of the network's 3 classes, e.g. c"),
+        (load_classifier("small", "random", num_classes=4), "the teacher has 4 classes, the network 3"),
         (load_classifier("small", "random", num_classes=3, input_size=(32, 32)), r"takes images of \(32, 32\)"),
     ):
         with pytest.raises(InputError, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from patchproof.models._small import AblatedResNet
 from patchproof.training import STRATEGIES, masking_strategy
 from patchproof.training.loop import flip_and_shift
 from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores
-from patchproof.types import InputError, Preprocessing
+from patchproof.types import CheckError, InputError, Preprocessing
 
 THREAT = pp.PatchThreat((16, 16), ((3, 3), (2, 5)))
 
@@ -200,3 +201,15 @@ def test_losses_are_refused_where_they_cannot_be_computed_and_described_where_th
     plan = pp.Plan(validate_with="bagcer", strategy="none")
     with pytest.raises(InputError, match="unknown defence `bagcer`"):
         pp.train(classifier, source(), plan, validation=source())
+
+
+def test_a_run_whose_loss_knows_its_progress_cannot_go_on_longer(tmp_path):
+    def sharper(classifier, images, labels, progress):
+        return (1 + progress) * nn.functional.cross_entropy(classifier(images), labels)
+
+    plan = pp.Plan(loss=sharper, strategy="none", schedule="constant", epochs=1, batch_size=12, learning_rate=0.01)
+    for epochs, resume in ((1, False), (1, True), (2, True)):
+        classifier = load_classifier("small", "random", class_names=("red", "blue"), input_size=(16, 16))
+        words = "cannot go on to 2 epochs: with a loss that knows its progress the 2 steps done depend on"
+        with nullcontext() if epochs == 1 else pytest.raises(CheckError, match=words):
+            pp.train(classifier, source(), dataclasses.replace(plan, epochs=epochs), folder=tmp_path, resume=resume)

@@ -151,6 +151,14 @@ def remembering():
     return pp.masking_strategy("memory", image_size=(12, 12), generator=torch.Generator(), tries=(2, 2, 2, 1))
 
 
+def test_a_strategy_used_before_does_not_take_these_images_for_mirrored():
+    used, fresh = remembering(), remembering()
+    used.mirrored = torch.ones(8, dtype=torch.bool)
+    for strategy in (used, fresh):
+        train(strategy=strategy, limit=8)
+    torch.testing.assert_close(used.table, fresh.table, rtol=0, atol=0, equal_nan=True)
+
+
 def main(folder: str, kind: str) -> None:
     weights, strategy = train(Path(folder), batch_size=6, strategy=remembering() if kind == "memory" else None)
     found = {name: value for name, value in strategy.state_dict().items() if name != "losses"}

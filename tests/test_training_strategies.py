@@ -284,6 +284,12 @@ def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
         strategy(classifier, torch.rand(2, 3, 20, 28), torch.tensor([0, 1]))
 
 
+def test_memory_says_what_it_saves_over_epochs():
+    for refresh, full in ((0, 1), (4, 3)):  # the first epoch; epochs 0, 4 and 8
+        memory = masking_strategy("memory", image_size=(28, 28), generator=torch.Generator(), refresh=refresh)
+        assert memory.saved(10) == pytest.approx((10 - full) / 10 * 17 / 25)
+
+
 def test_wrong_masks_and_options_are_refused():
     for options, words in (
         ({"tries": (2, 2, 0, 2)}, r"tries must be at least 1 in each round, not \(2, 2, 0, 2\)"),

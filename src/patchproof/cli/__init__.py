@@ -144,6 +144,8 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return 1, "out of memory; choose a smaller --batch-size"
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser of ~stranger/…
+        return 2, "a path begins with ~ and a name that no user of this machine has"
     if isinstance(error, PermissionError) and error.filename:
         return 1, f"cannot read or write {error.filename}: {error.strerror}"
     if isinstance(error, OSError):

@@ -24,7 +24,6 @@ from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._settings import (
     CertifySettings,
-    ModelSettings,
     PredictSettings,
     ThreatSettings,
     TrainSettings,
@@ -59,7 +58,7 @@ from patchproof.data import BadImageError, ImageSource, decode, open_dataset, sp
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
-from patchproof.models import EMBEDDED, replace_head
+from patchproof.models import EMBEDDED, architecture_of, replace_head
 from patchproof.recipes import find_recipe
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
@@ -304,11 +303,11 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     source, held_out, tested = open_sources(settings)
     folder = run_folder("train", settings, source)
     if settings.teacher is not None:
-        kind = {f.name: getattr(settings, f.name) for f in fields(ModelSettings)}
-        teacher = open_classifier(
-            ModelSettings(**kind | {"model": None, "weights": settings.teacher, "drop_tokens": False})
-        )
-        plan = replace(plan, teacher=teacher)
+        for name in weight_names(settings.teacher):
+            if name == "random" or architecture_of(name) is None:
+                raise InputError(f"--teacher takes checkpoint folders, `embedded` or `zoo`; `{name}` is none of them")
+        named = replace(settings, model=None, weights=settings.teacher, drop_tokens=False)
+        plan = replace(plan, teacher=open_classifier(named))
     classifier = open_classifier(replace(settings, mirror=False), source.class_names)
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)

@@ -171,8 +171,8 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
     on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     teacher: str | None = None
-    """Weights, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror averages them
-    with those for the mirrored copies."""
+    """Checkpoint folder, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror
+    averages them with those for the mirrored copies."""
     recipe: str | None = None
     """A row of the paper's tables, or a family of defences (`patchproof ls recipes`): sets what follows, and certifies
     at the end."""

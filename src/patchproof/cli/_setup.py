@@ -15,7 +15,7 @@ from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
-from patchproof.models import EMBEDDED, ImageClassifier, checkpoint_architecture, known_weights, load_classifier
+from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import RunFolder, local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
 from patchproof.types import InputError, Size
@@ -46,8 +46,7 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
     names = weight_names(settings.weights) if settings.weights else []
     if len(names) > 1:
         return named_network(replace(settings, weights=names[0]))[0], ",".join(names)
-    own = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}.get(settings.weights or "")
-    model = settings.model or own or checkpoint_architecture(Path(str(settings.weights)))
+    model = settings.model or architecture_of(str(settings.weights))
     if model is None:
         raise InputError(f"{settings.weights} is no checkpoint folder; name the network it is for with --model")
     weights = settings.weights or known_weights(model)

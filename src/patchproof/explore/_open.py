@@ -14,7 +14,7 @@ from patchproof.defenses import MaskedDefense, defense
 from patchproof.explore._explorer import Explorer
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import assembled, masks_for, weight_names
-from patchproof.models import checkpoint_architecture, load_classifier
+from patchproof.models import architecture_of, load_classifier
 from patchproof.runs import (
     Record,
     StoredCertification,
@@ -73,7 +73,7 @@ def open_explorer(
     if weights is not None:
         raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
     own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
-    classifier = load_classifier(model or str(checkpoint_architecture(checkpoint)), own)
+    classifier = load_classifier(model or str(architecture_of(own)), own)
     classifier = classifier.to(device).to(memory_format=torch.channels_last)
     sizes = parse_patches(patch or "3%", classifier.input_size)
     threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
@@ -108,8 +108,8 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
 
     def load(name: str) -> models.ImageClassifier:
         classes = len(run.class_names) or None if name == "random" else None
-        architecture = model or checkpoint_architecture(Path(name)) or recorded
-        return load_classifier(architecture, name, num_classes=classes, **options)
+        own = None if run.config.get("model") else architecture_of(name)
+        return load_classifier(model or own or recorded, name, num_classes=classes, **options)
 
     places = [str(place) for place, _ in find_weights(run) if place.exists()]
     if "," in (run.weights or ""):  # several networks, each found as one is

@@ -20,7 +20,7 @@ class Ensemble(nn.Module):
     """F(x) = log (1/k) Σ softmax(F_i(x)), the logarithm of the mean of the members' probabilities.
 
     Under a mask, each member hides pixels its own way. Size, number and names of the classes are those of the members,
-    which must agree in them as far as they are known.
+    which must agree in them as far as they are known; images are resized as the first member wants it.
     """
 
     def __init__(self, members: Sequence[Classifier]) -> None:

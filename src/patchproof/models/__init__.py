@@ -24,6 +24,7 @@ from patchproof.models._classifier import (
 from patchproof.models._load import (
     EMBEDDED,
     EMBEDDED_SOURCE,
+    architecture_of,
     embedded_checkpoint,
     known_weights,
     load_checkpoint,
@@ -41,6 +42,7 @@ __all__ = [
     "SEAL",
     "ImageClassifier",
     "adopt",
+    "architecture_of",
     "checkpoint_architecture",
     "checkpoint_sha256",
     "classifier_summary",

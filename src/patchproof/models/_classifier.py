@@ -245,7 +245,7 @@ def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
 
 def weights_sha256(classifier: Classifier) -> str | None:
     """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included, and
-    whether tokens are dropped.
+    whether tokens are dropped; of an ensemble, those of its members, and mask colours other than the mean.
 
     None where a classifier is no nn.Module, so that its weights are unknown.
     """
@@ -255,8 +255,10 @@ def weights_sha256(classifier: Classifier) -> str | None:
         return state_sha256(classifier.module.state_dict() | beside)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
-        parts = [weights_sha256(member) for member in members]
+        parts: list[Any] = [weights_sha256(member) for member in members]
         parts += ["mirrored"] if getattr(classifier, "mirrored", False) else []
+        own = [(n, mask_colour(m)) for n, m in enumerate(members) if isinstance(m, ImageClassifier)]
+        parts += [[n, colour] for n, colour in own if colour != members[n].shift]
         return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
 

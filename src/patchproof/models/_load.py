@@ -98,6 +98,12 @@ def embedded_checkpoint() -> Path:
     return Path(__file__).parents[1] / "embedded" / "hardened"
 
 
+def architecture_of(weights: str) -> str | None:
+    """The network that weights are of, where they say so: a checkpoint folder, or a word; None for all others."""
+    words = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}
+    return words.get(weights) or checkpoint_architecture(Path(weights))
+
+
 def known_weights(model: str) -> str | None:
     """The weights that a model has by itself: `zoo`, `embedded` or `pretrained`; None where it has to be trained."""
     if is_own(model):

@@ -266,7 +266,7 @@ def _manifest(
 
 
 def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
-    """Is it the stored training with more epochs? Refused if the steps already done would have had other rates."""
+    """Is it the stored training with more epochs? Refused if the steps already done would have been others."""
 
     def besides_length(identity: Mapping[str, Any]) -> Any:
         return {**identity, "steps": None, "plan": {**identity["plan"], "epochs": None}}
@@ -279,11 +279,14 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
     state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
     done = int(read_json(state)["step"]) if state.exists() else 0
     per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
+    what = None if plan.loss in ("cross-entropy", "bagcert") or not done else "a loss that knows its progress"
     if any(plan.rate(step / per_epoch) != shorter.rate(step / per_epoch) for step in range(done)):
+        what = f"the schedule `{plan.schedule}`"
+    if what is not None:
         raise CheckError(
-            f"{folder} cannot go on to {plan.epochs} epochs: with the schedule `{plan.schedule}` the learning rates of "
-            f"the {done} steps done depend on their number, which was {shorter.epochs}; train its checkpoint-last on "
-            "in another folder (the schedule `constant` can always go on)"
+            f"{folder} cannot go on to {plan.epochs} epochs: with {what} the {done} steps done depend on their number, "
+            f"which was {shorter.epochs}; train its checkpoint-last on in another folder (cross-entropy with the "
+            "schedule `constant` can always go on)"
         )
     return True
 

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patchproof.data import as_source
-from patchproof.defenses import PatchCleanser
-from patchproof.geometry import PatchThreat, covering_masks, parse_patches
+from patchproof.defenses import defense
+from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.runs._cost import estimate_cost, peak_memory
 from patchproof.runs._train import train
 from patchproof.training import Plan
+from patchproof.training.search import Memory
 
 if TYPE_CHECKING:
-    from patchproof.training.loop import Trainer
+    from patchproof.training.loop import StepReport, Trainer
 
 TIMED_STEPS = 4
 """Steps that are timed; the first of several does not count."""
@@ -50,13 +51,15 @@ def estimate_training(
     """From timed steps of a copy of the classifier; options as in `train`. Nothing is written."""
     trainers: list[Trainer] = []
     moments: list[float] = []
+    searches: list[float] = []
 
     def started(trainer: Trainer) -> None:
         trainers.append(trainer)
         moments.append(time.perf_counter())
 
-    def stepped(_: Any) -> None:
+    def stepped(report: StepReport) -> None:
         moments.append(time.perf_counter())
+        searches.append(report.search_seconds)
         if len(moments) > TIMED_STEPS:
             raise _EnoughError
 
@@ -64,10 +67,11 @@ def estimate_training(
         train(copy.deepcopy(classifier), data, plan, on_start=started, on_step=stepped, **options)
     trainer, times = trainers[0], [after - before for before, after in pairwise(moments)]
     step, size = median(times[1:] or times), trainer.classifier.input_size
+    if isinstance(trainer.strategy, Memory):  # the first epoch, of which these steps are, searches most
+        step -= median(searches[1:] or searches) * trainer.strategy.saved(plan.epochs)
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
-    defense = PatchCleanser(trainer.classifier.eval(), covering_masks(threat, per_axis=3), threat)
     images = 0 if validation is None else min(plan.validation_images, len(as_source(validation)))
-    check = estimate_cost(defense, images)
+    check = estimate_cost(defense("patchcleanser", trainer.classifier.eval(), threat), images)
     assert check is not None  # the defence has masks and a classifier
     steps, epochs = trainer.total_steps, plan.epochs
     fewest, most = (steps * step + epochs * each for each in (check.fewest_seconds, check.most_seconds))

@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.masking import show
+from patchproof.masking import fill_colour, occlude, show
 from patchproof.settings import Upsampling
 from patchproof.types import Classifier, InputError, Size
 
 POOLING = re.compile(r"(^|\.)(head|global_pool|attn_pool)(\.|$)")
+NO_MAP = "Grad-CAM needs a layer that runs once per pass and gives a feature map or a ViT's tokens; name another"
 _SALIENT_LAYERS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -38,9 +39,13 @@ def grad_cam(
     """
     if not isinstance(classifier, nn.Module):
         raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
+    if keep is not None and getattr(classifier, "token_size", None) is not None:  # dropped tokens are missing in a map
+        images, keep = occlude(images, keep, fill_colour(classifier, images)), None
     captured: list[Tensor] = []
 
-    def begin_graph(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    def begin_graph(_module: nn.Module, _inputs: object, output: Any) -> Tensor:
+        if captured or not isinstance(output, Tensor):
+            raise InputError(NO_MAP)
         captured.append(output.detach().requires_grad_())
         torch.set_grad_enabled(True)  # until the no_grad block below ends; what lies before the layer costs nothing
         return captured[-1].clone()  # a copy, since the next module may work in place
@@ -49,6 +54,8 @@ def grad_cam(
     try:
         with torch.no_grad():
             logits = show(classifier, images, keep)
+            if not captured:
+                raise InputError(NO_MAP)
             (activations,) = captured
             aim = logits.argmax(dim=1) if labels is None else labels
             (gradients,) = torch.autograd.grad(logits.gather(1, aim[:, None]).sum(), activations)
@@ -123,6 +130,8 @@ def _as_grid(classifier: nn.Module, values: Tensor, size: Size) -> Float[Tensor,
     if values.ndim == 4:
         one, two, three = values.shape[1:]
         return values.permute(0, 3, 1, 2) if squeezed(one, two) < squeezed(two, three) else values
-    transformer = next(m for m in classifier.modules() if hasattr(m, "patch_embed"))
-    height, width = transformer.patch_embed.grid_size  # type: ignore[union-attr,misc]
+    embeddings: Any = (m.patch_embed for m in classifier.modules() if hasattr(m, "patch_embed"))
+    height, width = next((e.grid_size for e in embeddings), (math.inf, 1))
+    if values.ndim != 3 or values.shape[1] < height * width:
+        raise InputError(NO_MAP)
     return values[:, -height * width :].transpose(1, 2).unflatten(2, (height, width))

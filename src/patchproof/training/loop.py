@@ -27,7 +27,7 @@ from patchproof.masking import (
     require_classes,
     tf32,
 )
-from patchproof.models import ImageClassifier, match_labels
+from patchproof.models import ImageClassifier
 from patchproof.training.losses import LOSSES, Loss
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
@@ -169,11 +169,12 @@ class Trainer:
                 torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
+            mirrored = None
             if self.plan.augment != "none":
                 augment = {"light": flip_and_crop, "shift": flip_and_shift}[self.plan.augment]
                 images, mirrored = augment(images, self.generator)
-                if hasattr(self.strategy, "mirrored"):
-                    self.strategy.mirrored = mirrored
+            if hasattr(self.strategy, "mirrored"):
+                self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
             remembered = state_of(self.strategy) if shared else {}
@@ -378,11 +379,15 @@ def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> N
     size = getattr(plan.teacher, "input_size", None)
     if size not in (None, classifier.input_size):
         raise InputError(f"the teacher takes images of {size}, the network {classifier.input_size}")
+    own, known = classifier.class_names, getattr(plan.teacher, "class_names", None)
+    count = getattr(plan.teacher, "num_classes", None) or classifier.num_classes
     outputs = torch.arange(classifier.num_classes)
-    if classifier.class_names is not None:
-        outputs = torch.tensor(match_labels(classifier.class_names, plan.teacher))
-    elif getattr(plan.teacher, "num_classes", classifier.num_classes) != classifier.num_classes:
-        raise InputError(f"the teacher has {plan.teacher.num_classes} classes, the network {classifier.num_classes}")
+    if own is not None and known is not None:
+        if missing := [name for name in own if name not in known]:
+            raise InputError(f"the teacher lacks {len(missing)} of the network's {len(own)} classes, e.g. {missing[0]}")
+        outputs = torch.tensor([known.index(name) for name in own])
+    elif count != classifier.num_classes:
+        raise InputError(f"the teacher has {count} classes, the network {classifier.num_classes}")
     teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
     answer = network(teacher, precision=plan.precision)
     outputs = outputs.to(device)

@@ -29,12 +29,12 @@ class Plan(TrainingSettings):
             require_strategy(self.strategy)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON: a strategy or loss of the user's own by its type and, where it has one, its `describe()`; the
-        teacher by the sha256 of its weights."""
+        """As JSON: a strategy, loss or teacher of the user's own by its type and, where it has one, its `describe()`; a
+        teacher that is a module by the sha256 of its weights."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Plan)}
-        values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher)
-        for name in ("strategy", "loss"):
-            if not isinstance(given := values[name], str):
+        values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher) or self.teacher
+        for name in ("strategy", "loss", "teacher"):
+            if not isinstance(given := values[name], str | None):
                 own: Any = given if hasattr(given, "__qualname__") else type(given)
                 said = given.describe() if hasattr(given, "describe") else {}
                 values[name] = str(own.__qualname__) + (f" {json.dumps(said)}" if said else "")

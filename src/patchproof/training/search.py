@@ -6,6 +6,7 @@ Searches run in eval mode without gradients and leave the classifier as it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -349,6 +350,11 @@ class Memory(MultiSizeGreedy):
         most = (len(self.coarse), max(map(len, self.children))) * 2
         passes = [min(pair) for pair in zip(self.tries, most, strict=True)]
         return min(super().forwards, sum(passes) - (passes[3] == 1))
+
+    def saved(self, epochs: int) -> float:
+        """Share of the passes of `greedy` that so many epochs save."""
+        full = math.ceil(epochs / self.refresh) if self.refresh else 1
+        return (1 - full / epochs) * (1 - self.forwards / super().forwards)
 
     def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
         if search.indices is None:  # nothing to remember by

@@ -48,7 +48,7 @@ class MaskingStrategy(Protocol):
     `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
     checkpoint and, on several processes, merged after every step: what one process changed holds for all;
     `observe(losses, indices=…)`, told after each step the cross-entropy of each copy (copies b) that was learned from;
-    an attribute `mirrored`, set before a call to say which images (b) augmentation has mirrored;
+    an attribute `mirrored`, set before a call to say which images (b) augmentation has mirrored, or None;
     `forwards` and `backwards` to say how many extra passes it takes per image.
     """
 
