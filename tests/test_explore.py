@@ -33,7 +33,8 @@ from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, n
 from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, meaning, study, verdict, watch
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
-from patchproof.models import save_checkpoint, sealed
+from patchproof.models import ImageClassifier, save_checkpoint, sealed
+from patchproof.models._bagnet import BagNet
 from patchproof.runs import Record
 from small_model import fitted_checkpoint, fitted_classifier
 from test_defenses_patchcleanser import random_case
@@ -271,8 +272,9 @@ def test_a_patch_against_local_evidence_climbs_the_scores_of_the_defence(tmp_pat
             climbed.append(len(images))
             return super().surrogate(images)
 
-    bagnet = pp.load_classifier("bagnet5", "random", num_classes=3, input_size=(6, 6))
-    defense = Watched(bagnet, pp.PatchThreat((6, 6), ((2, 2),)), engine=TAU)
+    bagnet, grey = BagNet(3, blocks=[(4, 3, 1)]), (0.5,) * 3
+    classifier = ImageClassifier(bagnet, mean=grey, std=grey, input_size=(6, 6), num_classes=3).eval()
+    defense = Watched(classifier, pp.PatchThreat((6, 6), ((2, 2),)), engine=TAU)
     explorer = Explorer(defense, pp.Preprocessing((6, 6)), "test", {})
     Image.new("RGB", (6, 6)).save(tmp_path / "own.png")
     shown = explorer.own(tmp_path / "own.png")
