@@ -25,6 +25,7 @@ import patchproof as pp
 import reference
 from patchproof.cli import run
 from patchproof.data import open_dataset
+from patchproof.defenses import BagCert
 from patchproof.explore import Explorer, open_explorer
 from patchproof.explore import _draw as draw
 from patchproof.explore import _explorer as explorer_module
@@ -32,7 +33,8 @@ from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, n
 from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, meaning, study, verdict, watch
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
-from patchproof.models import save_checkpoint, sealed
+from patchproof.models import ImageClassifier, save_checkpoint, sealed
+from patchproof.models._bagnet import BagNet
 from patchproof.runs import Record
 from small_model import fitted_checkpoint, fitted_classifier
 from test_defenses_patchcleanser import random_case
@@ -261,6 +263,26 @@ def test_two_patches_are_placed_one_at_a_time_and_optimised_together(monkeypatch
     pytest.importorskip("gradio")
     changes = ExplorerPage(explorer).patch_chosen(None, shown, 0)
     assert 20 in changes.values()
+
+
+def test_a_patch_against_local_evidence_climbs_the_scores_of_the_defence(tmp_path):
+    climbed = []
+
+    class Watched(BagCert):
+        def surrogate(self, images):
+            climbed.append(len(images))
+            return super().surrogate(images)
+
+    bagnet, grey = BagNet(3, blocks=[(4, 3, 1)]), (0.5,) * 3
+    classifier = ImageClassifier(bagnet, mean=grey, std=grey, input_size=(6, 6), num_classes=3).eval()
+    defense = Watched(classifier, pp.PatchThreat((6, 6), ((2, 2),)), engine=TAU)
+    explorer = Explorer(defense, pp.Preprocessing((6, 6)), "test", {})
+    Image.new("RGB", (6, 6)).save(tmp_path / "own.png")
+    shown = explorer.own(tmp_path / "own.png")
+    explorer.with_patch(shown, UNDEFENDED, steps=1)
+    assert not climbed
+    explorer.with_patch(shown, DEFENDED, steps=1)
+    assert climbed
 
 
 class Bare:
