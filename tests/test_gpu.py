@@ -10,14 +10,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 import patchproof as pp
 from patchproof.cli import run
-from patchproof.data import iterate_batches, open_dataset
+from patchproof.data import ArraySource, iterate_batches, open_dataset
 from patchproof.masking import CleanAnswers, Evaluator, as_images
 from patchproof.models import load_classifier
+from patchproof.training.checkpoint import load_training, save_training
+from patchproof.training.loop import Trainer, TrainingData
 from patchproof.training.strategies import masking_strategy, training_masks
 from patchproof.types import Preprocessing
 from reference import measured
@@ -123,6 +128,38 @@ def test_the_search_finds_the_masks_of_the_cpu(trained, name):
         found.append(strategy(classifier.to(device), images.to(device), labels.to(device)).cpu())
     same = (found[0] == found[1]).flatten(2).all(dim=2)
     assert same.float().mean() > 0.95
+
+
+def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
+    """Dropout, BatchNorm, a last batch of another size; and a resumed run is the undisturbed one."""
+    pixels = np.random.default_rng(1).integers(0, 256, (42, 12, 12, 3)).astype(np.uint8)
+    images = ArraySource("noise", "train", ("a", "b"), tuple(i % 2 for i in range(42)), pixels)
+    data = TrainingData(images, range(42), torch.arange(2), Preprocessing((12, 12)))
+
+    def trainer(compiled: bool) -> Trainer:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(800, 2)
+        network = pp.ImageClassifier(
+            nn.Sequential(*layers), mean=(0.5,) * 3, std=(0.2,) * 3, input_size=(12, 12), num_classes=2
+        ).to(DEVICE)
+        plan = pp.Plan(strategy="cutout", epochs=3, batch_size=16, learning_rate=0.05, compile=compiled)
+        return Trainer(network, data, plan, accelerator=Accelerator())
+
+    ends = []
+    for compiled in (False, True):
+        undisturbed = trainer(compiled)
+        losses = [report.loss for report in undisturbed.run()]
+        ends.append((torch.tensor(losses), undisturbed.weights()))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
+    stopped = trainer(True)
+    for _ in zip(range(4), stopped.run(), strict=False):
+        pass
+    save_training(tmp_path / "last", stopped, stopped.classifier, {})
+    resumed = trainer(True)
+    assert load_training(tmp_path / "last", resumed) is not None
+    for _ in resumed.run():
+        pass
+    torch.testing.assert_close(resumed.weights(), undisturbed.weights(), rtol=1e-5, atol=1e-6)
 
 
 def test_memory_that_runs_out_halves_the_chunk_and_changes_no_verdict(trained):

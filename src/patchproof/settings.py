@@ -193,6 +193,8 @@ class TrainingSettings:
     a last one of 1 takes no pass."""
     memory_refresh: int = 0
     """Of `memory`: look at all masks again every so many epochs; 0: in the first alone."""
+    views: int = 1
+    """Of `column4` and its like: random views of each image to learn from in a step."""
     gutout_target: GutoutTarget = "predicted"
     """Of `gutout`: the class whose evidence is hidden. Aimed at the label, the hole tells the network the label."""
     gutout_layer: str | None = None
@@ -244,7 +246,8 @@ class TrainingSettings:
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
     compile: bool = False
-    """Compile the network for the search of `greedy` and `grid`: some seconds at the start, a faster search after."""
+    """On a GPU: compile the network for the search of `greedy` and `grid`, and record the kernels of a step to replay
+    them: some seconds at the start, faster steps after. What the network's forward pass does in Python happens once."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -280,6 +283,7 @@ class TrainingSettings:
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
             ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),
+            ("views", self.views >= 1, "must be at least 1"),
             ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),
         )
         for name, holds, rule in rules:

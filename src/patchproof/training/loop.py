@@ -31,6 +31,7 @@ from patchproof.models import ImageClassifier
 from patchproof.training.losses import LOSSES, Loss
 from patchproof.training.memory import merged, state_of
 from patchproof.training.plan import Plan
+from patchproof.training.recorded import RecordedPass
 from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
 from patchproof.types import CheckError, InputError, Preprocessing
 
@@ -105,7 +106,12 @@ class Trainer:
         patch = PatchThreat(classifier.input_size, parse_patches(plan.mask_patch, classifier.input_size))
         loss = LOSSES[plan.loss](classifier, patch) if isinstance(plan.loss, str) else plan.loss
         teacher = None if plan.teacher is None else _teacher(plan, classifier, accelerator.device)
-        self.model, self.optimizer = accelerator.prepare(StepLoss(classifier, plan, loss, teacher), optimizer)
+        recorded = (
+            plan.compile and accelerator.device.type == "cuda" and accelerator.num_processes == plan.accumulate == 1
+        )
+        masked = RecordedPass if recorded and not classifier.drop_tokens else MaskedForward
+        step_loss = StepLoss(classifier, masked(classifier), plan, loss, teacher)
+        self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
         if isinstance(plan.strategy, str):
@@ -260,10 +266,15 @@ class StepLoss(nn.Module):
     precision."""
 
     def __init__(
-        self, classifier: ImageClassifier, plan: Plan, loss: Loss | None = None, teacher: Network | None = None
+        self,
+        classifier: ImageClassifier,
+        masked: MaskedForward,
+        plan: Plan,
+        loss: Loss | None = None,
+        teacher: Network | None = None,
     ) -> None:
         super().__init__()
-        self.classifier, self.masked = classifier, MaskedForward(classifier)
+        self.classifier, self.masked = classifier, masked
         self.plan, self.loss, self.teacher = plan, loss, teacher
 
     def forward(

@@ -10,7 +10,7 @@ from typing import Any
 from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
-from patchproof.training.strategies import MaskingStrategy, require_strategy
+from patchproof.training.strategies import VIEW, MaskingStrategy, require_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class Plan(TrainingSettings):
         """The options of a strategy that is given by its name."""
         if self.strategy == "memory":
             return {"tries": self.tries(), "refresh": self.memory_refresh}
+        if isinstance(self.strategy, str) and VIEW.fullmatch(self.strategy):
+            return {"views": self.views}
         if str(self.strategy).startswith("gutout"):
             return {name: getattr(self, f"gutout_{name}") for name in ("target", "layer", "upsampling")}
         return {}

@@ -149,12 +149,14 @@ class Cutout(Named):
 
 @dataclass
 class RandomView(Named):
-    """A random view of ablation smoothing: `band` columns, rows or both (a block), which wrap around, and no more."""
+    """Random views of ablation smoothing: `band` columns, rows or both (a block), which wrap around, and no more."""
 
     ablation: Ablation = "column"
     band: int = 4
+    views: int = 1
 
     def __post_init__(self) -> None:
+        self.mask_sets = self.mask_sets[:1] * self.views
         self.fields = Fields.bands(self.mask_sets[0].image_size, self.ablation, self.band)
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
