@@ -20,7 +20,7 @@ import patchproof as pp
 from patchproof.cli import run
 from patchproof.data import ArraySource, iterate_batches, open_dataset
 from patchproof.masking import CleanAnswers, Evaluator, as_images
-from patchproof.models import load_classifier
+from patchproof.models import ImageClassifier, load_classifier
 from patchproof.training.checkpoint import load_training, save_training
 from patchproof.training.loop import Trainer, TrainingData
 from patchproof.training.strategies import masking_strategy, training_masks
@@ -139,7 +139,7 @@ def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
     def trainer(compiled: bool) -> Trainer:
         torch.manual_seed(0)
         layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(800, 2)
-        network = pp.ImageClassifier(
+        network = ImageClassifier(
             nn.Sequential(*layers), mean=(0.5,) * 3, std=(0.2,) * 3, input_size=(12, 12), num_classes=2
         ).to(DEVICE)
         plan = pp.Plan(strategy="cutout", epochs=3, batch_size=16, learning_rate=0.05, compile=compiled)

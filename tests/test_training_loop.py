@@ -18,7 +18,7 @@ from patchproof.masking import MaskedForward
 from patchproof.models import load_classifier, weights_sha256
 from patchproof.training import Plan
 from patchproof.training.checkpoint import load_training, save_training
-from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss
+from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss, start_accelerator
 from patchproof.training.memory import state_of
 from patchproof.types import CheckError, InputError, Preprocessing
 
@@ -250,3 +250,10 @@ def test_light_augmentation_mirrors_and_crops_by_the_generator_alone():
     assert torch.equal(slope < 0, mirrored)
     assert ((slope.abs() > 0.68) & (slope.abs() < 1.02)).all()
     assert 16 < int((slope < 0).sum()) < 48
+
+
+def test_one_process_can_train_in_one_precision_after_another():
+    found = [
+        start_accelerator(Plan(precision=p), torch.device("cpu")).mixed_precision for p in ("bf16", "fp32", "bf16")
+    ]
+    assert found == ["bf16", "no", "bf16"]
