@@ -176,8 +176,8 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
         found = find_recipe(str(recipe))
         if found.start and not (find_flag(tokens, "--weights") or values.get("weights")):
             raise InputError(
-                f"recipe {recipe} goes on from the network of another: `patchproof train --recipe {found.start} --output "
-                "runs/plain` first, then add --weights runs/plain/checkpoint-last"
+                f"recipe {recipe} goes on from the network of another: first `patchproof train --recipe {found.start} "
+                "--output runs/plain`, then add --weights runs/plain/checkpoint-last"
             )
         layers.append(Dict(found.settings(), use_commands_as_keys=False, source=f"recipe {recipe}"))
     return kind, layers
