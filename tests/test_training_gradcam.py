@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from captum.attr import LayerGradCam
 from torch import nn
 
 from patchproof.masking import evaluating
@@ -33,8 +34,6 @@ def case(request):
 
 def captum_map(classifier, layer, images, labels):
     """captum's own map; tokens are turned into channels first, since captum takes axis 1 for the channels."""
-    from captum.attr import LayerGradCam
-
     if hasattr(layer, "weight") and getattr(classifier.module, "patch_embed", None) is not None:
         height, width = classifier.module.patch_embed.grid_size
 
