@@ -177,7 +177,7 @@ def serve() -> None:
     from PIL import Image
 
     import patchproof.cli._runs
-    import patchproof.training.checkpoint  # noqa: F401
+    import patchproof.training.checkpoint
 
     Image.init()
     quicken()

@@ -437,8 +437,8 @@ MEASURE = """<script>addEventListener("load", () => {
   const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth + 1);
   const hinted = cut.every(e => getComputedStyle(e).backgroundAttachment.includes("local"));
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
-  parent.postMessage(JSON.stringify([NAME, innerWidth, document.documentElement.scrollWidth, style.backgroundColor, broken,
-    wide, cut.map(e => e.ariaLabel), hinted]), "*");
+  parent.postMessage(JSON.stringify([NAME, innerWidth, document.documentElement.scrollWidth, style.backgroundColor,
+    broken, wide, cut.map(e => e.ariaLabel), hinted]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title += event.data; });</script>

@@ -160,9 +160,7 @@ def test_defence_of_ones_own_is_certified_killed_resumed_attacked_and_reported(t
     with pytest.raises(pp.CheckError, match="windows was 9, now 8"):
         pp.certify(other, examples(), folder=tmp_path / "killed", resume=True)
 
-    found = pp.attack(
-        defense, examples(), pp.AttackPlan(steps=6, places=3, restarts=1), folder=tmp_path / "x", limit=6
-    )
+    found = pp.attack(defense, examples(), pp.AttackPlan(steps=6, places=3, restarts=1), folder=tmp_path / "x", limit=6)
     assert found.broken == ()
     assert found.certified.k <= found.attacked.k
     assert found.undefended_attacked.n == 6
