@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hypothesis
+import pytest
+from jaxtyping import install_import_hook
+
+from faults import Server, quicken
+
+if TYPE_CHECKING:
+    import torch
 
 # Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from jaxtyping import install_import_hook
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Every process that imports torch would compile it, for seconds. The bytecode is kept away from the sources.
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
+    sys.dont_write_bytecode = False
 
 install_import_hook("patchproof", "typecheck.checked")
-
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-from faults import Server  # noqa: E402
-from patchproof.masking import _memory  # noqa: E402
-from patchproof.runs import _measure  # noqa: E402
-
-torch.set_num_threads(1)
-# τ is measured on whole batches and many copies, which are most of the passes of a run on a few images.
-_memory.MOST_ON_CPU, _measure.MOST_COPIES = 64, 128
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=20)
 
@@ -60,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    quicken()  # here: a process that only hands out tests to others does without torch
+    gc.freeze()  # half a million objects of imported modules, which no collection need visit
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
 
@@ -109,4 +113,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def generator() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(20230616)

@@ -247,7 +247,7 @@ def test_exhaustive_margin_attack_breaks_exactly_what_brute_force_breaks(seed):
 
 @pytest.mark.parametrize(
     ("kind", "cases"),
-    [(pp.PatchCleanser, 2), (pp.Alarm, 2), pytest.param(pp.PatchCleanser, 9, marks=pytest.mark.slow)],
+    [(pp.PatchCleanser, 1), (pp.Alarm, 2), pytest.param(pp.PatchCleanser, 9, marks=pytest.mark.slow)],
 )
 def test_adaptive_attacks_break_nearly_all_that_brute_force_breaks(kind, cases):
     """Against the whole defence: every place, every black-and-white patch, judged by predict."""
@@ -282,15 +282,15 @@ def test_what_is_found_depends_on_no_batch_order_or_chunk_and_no_pass_is_larger_
             seen[images.requires_grad] = max(seen[images.requires_grad], len(images))
             return curved(images)
 
-    images = torch.rand(5, 2, 9, 8, generator=generator)
+    images = torch.rand(3, 2, 9, 8, generator=generator)
     engine = measured(batch_size=16)
     defense = pp.PatchCleanser(Watched(), pp.covering_masks(threat, per_axis=2), threat, engine=engine)
     labels = defense.predict(images)
     attacks = defended_attacks(defense, AttackPlan(steps=6, restarts=3, places=3, place_search=search))
-    indices = [3, 14, 15, 92, 65]
+    indices = [3, 14, 15]
     together = attack_in_turn(attacks, images, labels, seed=1, indices=indices)
     assert seen == {True: 4, False: 16}
-    for order in ([4, 2, 0, 3, 1], [2]):
+    for order in ([2, 0, 1], [1]):
         some = attack_in_turn(attacks, images[order], labels[order], seed=1, indices=[indices[i] for i in order])
         assert torch.allclose(some.images, together.images[order], atol=1e-4)
         assert some.places == tuple(together.places[i] for i in order)
@@ -395,7 +395,7 @@ def dark_defense(classifier):
 
 def test_double_masking_holds_where_both_broken_defences_fall():
     true, queries = dark_defense(Startled()), {}
-    everywhere = AttackPlan(steps=4, restarts=1, places=36, place_search="grid", step_size=0.3)
+    everywhere = AttackPlan(steps=2, restarts=1, places=36, place_search="grid", step_size=0.3)
     for name, defense in {"double masking": true, **campaign.broken_defenses(true)}.items():
         assert bool(defense.certify(DARK, RIGHT).certified.all())
         found = attack_in_turn(defended_attacks(defense, everywhere), DARK[:1], RIGHT[:1], seed=0, indices=[0])

@@ -24,6 +24,7 @@ from patchproof.cli._show import Console, RunBar
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
+from patchproof.report import Options, build_report
 from patchproof.types import CheckError, Preprocessing
 
 CLASSES = ("cat", "dog", "eel")
@@ -330,17 +331,17 @@ def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(p
     assert_one_line(capsys.readouterr().err, "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox")
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xd8\xff\xe0 not really"])
-def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, capsys, damage):
-    (photos / "dog" / "1.png").write_bytes(damage)
+def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, capsys):
+    (photos / "dog" / "1.png").write_bytes(b"\xff\xd8\xff\xe0 not really")
+    (photos / "dog" / "2.png").write_bytes(b"")
     arguments = ("--dataset", photos, "--weights", checkpoint, "--batch-size", 4, "--output", "r")
     assert certify(*arguments) == 1
     assert_one_line(capsys.readouterr().err, r"cannot use image .*dog/1\.png.*--skip-bad")
     assert len(records("r")) == 5
     assert certify(*arguments, "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r")] == list(range(12))
-    assert [r["path"] for r in records("r") if "error" in r] == ["dog/1.png"]
-    assert content("r", "results")["certified"]["n"] == 11
+    assert [r["path"] for r in records("r") if "error" in r] == ["dog/1.png", "dog/2.png"]
+    assert content("r", "results")["certified"]["n"] == 10
 
 
 def test_a_checkpoint_in_the_home_folder_is_found(photos, tmp_path, monkeypatch):
@@ -460,17 +461,16 @@ def test_the_library_imports_without_the_command_lines_packages_or_any_extra():
 
 def test_without_flags_the_embedded_network_answers_and_a_random_one_is_said_loudly(capsys):
     """In the table, the results, the manifest and the report."""
-    assert certify("--limit", 20) == 0
+    assert certify("--limit", 12) == 0
     (folder,), shown = Path("runs").iterdir(), " ".join(capsys.readouterr().out.split())
     results = content(folder, "results")
-    assert results["certified"]["k"] >= 10  # hardened: a random one certifies hardly any image right
+    assert results["certified"]["k"] >= 6  # hardened: a random one certifies hardly any image right
     assert "the embedded demonstration network" in shown
     assert content(folder, "manifest")["config"]["weights"] == "embedded"
     assert certify("--weights", "random", "--limit", 3, "--output", "random") == 0
     assert "random network: its weights were drawn at random" in " ".join(capsys.readouterr().out.split())
     for run_folder, words in ((folder, "the embedded demonstration network"), (Path("random"), "random network")):
-        assert run(["report", str(run_folder), "--images", "0"]) == 0
-        assert words in (run_folder / "report" / "index.html").read_text()
+        assert words in build_report([run_folder], Options(images=0)).html()
         assert words in content(run_folder, "manifest")["remarks"][0]
     picture(3).save("a.png")
     assert predict("a.png") == 0

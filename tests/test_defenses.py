@@ -125,13 +125,13 @@ def test_what_one_precision_certifies_another_answers_right_in_a_fresh_process(t
     """Certified in bf16 and answered in float32, and the other way round: the images closest to another answer, with
     white patches and with noise everywhere. Without τ, dozens of these answers are wrong."""
     threat, expected = pp.PatchThreat.square(image_size=(12, 12), pixels=3), []
-    pixels = torch.randint(0, 128, (250, 12, 12, 3), generator=generator, dtype=torch.uint8).numpy()
+    pixels = torch.randint(0, 128, (150, 12, 12, 3), generator=generator, dtype=torch.uint8).numpy()
     data = [(Image.fromarray(image), 0) for image in pixels]
     for made_in, answered_in in (("bf16", "fp32"), ("fp32", "bf16")):
         defense = pp.defense("patchcleanser", Startled().eval(), threat, engine=pp.Engine(precision=made_in))
         certified = [record for record in pp.certify(defense, data).records if record.certified]
         (tmp_path / answered_in).mkdir()
-        for record in sorted(certified, key=lambda record: record.margin)[:8]:
+        for record in sorted(certified, key=lambda record: record.margin)[:5]:
             for top, left in itertools.product((0, 4, 9), repeat=2):
                 for kind, content in (("white", 255), ("noise", np.random.default_rng(0).integers(0, 256, (3, 3, 3)))):
                     patched = pixels[record.index].copy()
@@ -141,5 +141,5 @@ def test_what_one_precision_certifies_another_answers_right_in_a_fresh_process(t
     command, environment = [sys.executable, "-c", PREDICT, str(tmp_path)], os.environ | {"PYTHONPATH": TESTS}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = {path: label for line in done.stdout.splitlines() for path, label in json.loads(line).items()}
-    assert len(expected) == 2 * 8 * 9 * 2
+    assert len(expected) == 2 * 5 * 9 * 2
     assert found == dict.fromkeys(expected, 0)

@@ -17,7 +17,7 @@ from patchproof.types import InputError
 from reference import measured
 
 CASES = [((6, 6), (2, 2), 2), ((5, 7), (2, 3), 3), ((6, 6), (1, 3), 3), ((4, 8), (3, 2), 2)]
-TWO_PATCHES = ((4, 5), (2, 2), 2)
+TWO_PATCHES = ((3, 5), (2, 2), 2)
 THREAT = pp.PatchThreat.square(image_size=(6, 6), pixels=2)
 MASKS = pp.covering_masks(THREAT, per_axis=2)
 

@@ -31,9 +31,9 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module = sys.modules["patchproof.cli.demo"]
     monkeypatch.setattr(module, "START_EPOCHS", 1)
-    monkeypatch.setattr(module, "TRAINING_IMAGES", 64)
+    monkeypatch.setattr(module, "TRAINING_IMAGES", 32)
     monkeypatch.setattr(module, "VALIDATION_IMAGES", 8)
-    assert run(["demo", "--epochs", "1", "--images", "4", "--device", "cpu"]) == 0
+    assert run(["demo", "--epochs", "1", "--images", "2", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report: runs/demo/report/index.html"
     demo = tmp_path / "runs" / "demo"
     assert (demo / "report" / "figures" / "worst-masks.png").stat().st_size > 10_000
@@ -41,6 +41,6 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
         reported = {row["run"]: (row["certified k"], row["certified n"]) for row in csv.DictReader(file)}
     for run_name in (f"{strategy}/certify-{masks}" for strategy in ("cutout", "greedy") for masks in ("3x3", "6x6")):
         found = json.loads((demo / run_name / "results.json").read_text())["certified"]
-        assert reported[run_name] == (str(found["k"]), str(found["n"])) == (str(found["k"]), "4")
+        assert reported[run_name] == (str(found["k"]), str(found["n"])) == (str(found["k"]), "2")
     assert run(["demo", "--output", "runs/demo"]) == 2
     assert "exists already; choose another --output" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def assert_one_line(text: str, pattern: str) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples * 2 // 5)
 def test_findings_equal_the_reference(seed):
     """Every cell of the two-mask table, the certificate and the answer; and for one round of masks its row."""
     classifier, threat, masks, images, labels = random_case(seed)
@@ -86,7 +86,7 @@ def test_findings_equal_the_reference(seed):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples * 2 // 5)
 def test_rounds_are_those_of_the_defence(seed):
     classifier, threat, masks, images, _ = random_case(seed)
     double, single = (kind(classifier, masks, threat, engine=TAU) for kind in (pp.PatchCleanser, pp.Alarm))
@@ -153,7 +153,7 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["patchcleanser", "alarm"])
 def certified(checkpoint, request) -> Path:
     folder = checkpoint.parent / request.param
-    shared = ["--weights", str(checkpoint), "--limit", "30", "--device", "cpu", "--output", str(folder)]
+    shared = ["--weights", str(checkpoint), "--limit", "16", "--device", "cpu", "--output", str(folder)]
     assert run(["certify", "--defense", request.param, *shared]) == 0
     return folder
 
@@ -374,8 +374,8 @@ def test_images_can_be_sorted_by_what_was_found(explorer):
     assert not any(record.defended for record in kinds["answered wrong"])
     page = ExplorerPage(explorer)
     changes = page.turned(None, None, "all", 99)
-    assert re.findall(r'data-pick="(\d+)"', changes[page.cards]) == [str(r.index) for r in explorer.records[24:]]
-    assert changes[page.number]["value"] == 3
+    assert re.findall(r'data-pick="(\d+)"', changes[page.cards]) == [str(r.index) for r in explorer.records[12:]]
+    assert changes[page.number]["value"] == 2
     assert page.turned(None, None, "all", -4)[page.number]["value"] == 1
 
 
@@ -446,7 +446,7 @@ def test_other_weights_than_the_run_s_are_refused(certified, checkpoint, tmp_pat
     moved = copied(certified, tmp_path / "moved", weights="gone/checkpoint-last")
     assert run(["explore", str(moved), "--device", "cpu"]) == 1
     assert_one_line(capsys.readouterr().err, r"gone/checkpoint-last")
-    assert len(open_explorer(moved, weights=str(checkpoint)).records) == 30
+    assert len(open_explorer(moved, weights=str(checkpoint)).records) == 16
     evil = copied(certified, tmp_path / "evil", model="evil.py:build")
     assert run(["explore", str(evil), "--device", "cpu"]) == 2
     assert_one_line(capsys.readouterr().err, r"certified the factory evil\.py:build; give it as the model")

@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from small_model import fitted_checkpoint
 from test_explore import png
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the page")
-playwright = pytest.importorskip("playwright.sync_api", reason="NO PLAYWRIGHT: pip install playwright")
-pytest.importorskip("gradio", reason="NO GRADIO: pip install 'patchproof[explore]' to test the page")
+pytestmark = [  # not imported: a process that runs none of these tests does without the seconds that it takes
+    pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the page"),
+    pytest.mark.skipif(not find_spec("playwright"), reason="NO PLAYWRIGHT: pip install playwright"),
+    pytest.mark.skipif(not find_spec("gradio"), reason="NO GRADIO: pip install 'patchproof[explore]' to test the page"),
+]
 
 PATIENCE = 30_000
 PICKED = "#cards .pp-card[aria-pressed=true]"
@@ -51,7 +54,9 @@ def alarm_address(tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
+    from playwright import sync_api
+
+    with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()

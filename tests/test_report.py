@@ -75,8 +75,8 @@ class Parsed(HTMLParser):
             self.text += data
 
 
-def written(report: Report, folder: Path) -> Parsed:
-    return Parsed(report.write(folder).read_text("utf-8"))
+def shown(report: Report) -> Parsed:
+    return Parsed(report.html())
 
 
 def table(report: Report, key: str) -> list[dict[str, str]]:
@@ -267,9 +267,9 @@ def test_more_classes_than_fit_are_ranked(tmp_path):
 
 
 def test_the_page_is_complete_and_loads_nothing(folder, tmp_path):
-    train = write_training(tmp_path / "trained")
-    for number, runs in enumerate(([folder], [folder, train])):
-        page = written(build_report(runs, Options(title="My title")), tmp_path / f"out{number}")
+    for runs in ([folder], [folder, write_training(tmp_path / "trained")]):
+        source = build_report(runs, Options(title="My title")).html()
+        page = Parsed(source)
         assert page.ids
         assert len(page.ids) == len(set(page.ids))
         assert all(address.startswith("data:image/") for address in page.loaded)
@@ -277,14 +277,13 @@ def test_the_page_is_complete_and_loads_nothing(folder, tmp_path):
         assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
         assert page.images_without_words == 0
         assert "My title" in page.text
-        source = (tmp_path / f"out{number}" / "index.html").read_text("utf-8")
         assert not re.search(r"@import|url\((?!#)", source)
         assert not re.findall(r"https?://(?!www\.w3\.org/)", source)
 
 
-def test_every_accuracy_is_on_the_page_with_its_guarantee(folder, tmp_path):
+def test_every_accuracy_is_on_the_page_with_its_guarantee(folder):
     report = build_report([folder])
-    page = written(report, tmp_path / "out")
+    page = shown(report)
     for row in table(report, "accuracies"):
         assert f"{100 * float(row['rate (95% interval) rate']):.1f}%" in page.text
         assert f"{row['images']} images" in page.text
@@ -303,18 +302,18 @@ def test_names_and_paths_are_shown_as_text_whatever_they_hold(tmp_path):
     run = write_run(tmp_path / "r<marquee>&\udcff", content, random_records(30))
     other = write_run(tmp_path / "other", content, random_records(30))
     title = "</title><script>1</script>"
-    for number, runs in enumerate(([run], [run, other])):
-        page = written(build_report(runs, Options(title=title)), tmp_path / f"out{number}")
+    one, two = (build_report(runs, Options(title=title)) for runs in ([run], [run, other]))
+    single = Parsed(one.write(tmp_path / "out").read_text("utf-8"))
+    for page in (single, shown(two)):
         assert not elements & set(page.tags)
         assert title in page.text
         assert not [address for address in page.loaded if not address.startswith("data:")]
-    single = Parsed((tmp_path / "out0" / "index.html").read_text("utf-8"))
-    for shown in (evil[0], evil[1], "line\\nbreak\\x1b", "</style><blink>&\\udcff", "the defence <iframe>"):
-        assert shown in single.text
-    for figure in (tmp_path / "out0" / "figures").glob("*.svg"):
+    for words in (evil[0], evil[1], "line\\nbreak\\x1b", "</style><blink>&\\udcff", "the defence <iframe>"):
+        assert words in single.text
+    for figure in (tmp_path / "out" / "figures").glob("*.svg"):
         ElementTree.parse(figure)
-    assert "&lt;script&gt;" in (tmp_path / "out0" / "tables" / "classes.md").read_text("utf-8")
-    assert r"\textless{}script\textgreater{}" in (tmp_path / "out0" / "tables" / "classes.tex").read_text("utf-8")
+    assert "&lt;script&gt;" in (tmp_path / "out" / "tables" / "classes.md").read_text("utf-8")
+    assert r"\textless{}script\textgreater{}" in (tmp_path / "out" / "tables" / "classes.tex").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -329,7 +328,7 @@ def test_the_same_runs_give_the_same_bytes(folder, tmp_path):
         assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
 
 
-@pytest.mark.parametrize(("count", "classes"), [(2_000, 200), pytest.param(50_000, 1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "classes"), [(1_200, 120), pytest.param(50_000, 1000, marks=pytest.mark.slow)])
 def test_many_records_take_seconds_and_stay_small(tmp_path, count, classes):
     names = [f"class {i}" for i in range(classes)]
     content = manifest(count=count, classes=names, side=224, patch=39, per_axis=6)
@@ -341,20 +340,13 @@ def test_many_records_take_seconds_and_stay_small(tmp_path, count, classes):
     assert f"{count:,}" in page.read_text("utf-8")
 
 
-def test_a_report_changes_nothing_in_the_run(folder, tmp_path):
-    (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes()[:-7])
-    before = {path: path.read_bytes() for path in folder.rglob("*")}
-    build_report([folder]).write(tmp_path / "out")
-    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
-
-
 # Any defence
 
 
 def test_detection_is_named_everywhere_and_double_masking_nowhere(tmp_path):
     run = write_run(tmp_path / "r", manifest(count=60, **detection()), random_records(60))
     report = build_report([run])
-    page = written(report, tmp_path / "out")
+    page = shown(report)
     assert report.subtitle.startswith("Certified detection against one patch of")
     for words in (
         "certified (detection) = the right label or an alarm under any such patch.",
@@ -373,7 +365,7 @@ def test_a_defence_without_classifier_or_masks_has_a_page(tmp_path):
     content["data"]["class_names"] = []
     records = [replace(r, undefended=None, evidence={"votes": [3, r.index]}) for r in random_records(40)]
     report = build_report([write_run(tmp_path / "r", content, records)])
-    page = written(report, tmp_path / "out")
+    page = shown(report)
     assert report.title == "votes on pets"
     assert [row["accuracy"] for row in table(report, "accuracies")] == ["defended", "certified"]
     assert list(table(report, "classes")[0])[-5:] == [f"defended {part}" for part in ("k", "n", "rate", "low", "high")]
@@ -488,11 +480,11 @@ def test_every_damage_is_said_and_the_rest_is_counted(folder, damage, words, lef
 
 
 @pytest.mark.parametrize("damage", [damage_a_line, lambda f: (f / "records.jsonl").write_text("")])
-def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, tmp_path, damage):
+def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, damage):
     assert texts(build_report([folder])) == []
     damage(folder)
     report = build_report([folder])
-    page = written(report, tmp_path / "out")
+    page = shown(report)
     assert texts(report)
     for text in texts(report):
         assert page.text.index("Before you read the numbers") < page.text.index(text) < page.text.index("certified")
@@ -555,13 +547,15 @@ def test_a_damaged_training_run_says_so(tmp_path, damage, words):
     damage(train)
     report = build_report([train])
     assert [text for text in texts(report) if words in text]
-    assert words in written(report, tmp_path / "out").text
+    assert words in shown(report).text
 
 
 # Files
 
 
-def test_only_an_earlier_report_is_written_over(folder, tmp_path):
+def test_only_an_earlier_report_is_written_over_and_nothing_in_the_run(folder, tmp_path):
+    (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes()[:-7])
+    before = {path: path.read_bytes() for path in folder.rglob("*")}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     report = build_report([folder])
@@ -576,6 +570,7 @@ def test_only_an_earlier_report_is_written_over(folder, tmp_path):
     build_report([write_training(tmp_path / "t")]).write(tmp_path / "out")
     assert not (tmp_path / "out" / "figures" / "margins.svg").exists()
     assert (tmp_path / "out" / "figures" / "loss.svg").exists()
+    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
 
 
 def test_the_command_writes_beside_one_run_and_below_runs_for_several(folder, tmp_path, capsys, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_broken_certificate_stands_at_the_top_and_is_shown_first_and_as_wrong(
     assert f"1 certified image was broken by a patch, which a certificate rules out: image {victim}" in (
         report.notices[0].text
     )
-    page = report.write(tmp_path / "page").read_text("utf-8")
+    page = report.html()
     assert page.index("certified image was broken") < page.index('class="tiles"')
     ((_, cards),) = attacked(report).gallery.groups
     assert (cards[0].title, cards[0].certified, cards[0].right) == (records[victim].path, True, False)
@@ -126,16 +126,16 @@ def test_kept_patches_are_pasted_where_they_were_and_damaged_ones_leave_the_plac
         after[top : top + 5, left : left + 5] = before[top : top + 5, left : left + 5]
         assert (after == before).all()
     assert "its place is blank" in attacked(report).words[-1]
-    assert report.write(tmp_path / "page").is_file()
+    assert defended[2].masked in report.html()
 
 
-@pytest.mark.parametrize("place", [(100, 100, 5, 5), (0, 0, 0, 0), (25, 25, 9, 9)])
-def test_a_place_outside_the_image_costs_the_card_and_not_the_page(pets, tmp_path, place):
+def test_a_place_outside_the_image_costs_the_card_and_not_the_page(pets, tmp_path):
     content, records = pets
-    records = [fallen(r, place=place if r.attack.place else None) for r in records]
-    report = build_report([write_run(tmp_path / "attack", content, records)])
-    assert attacked(report).gallery is None
-    assert report.write(tmp_path / "page").is_file()
+    for number, place in enumerate([(100, 100, 5, 5), (0, 0, 0, 0), (25, 25, 9, 9)]):
+        moved = [fallen(r, place=place if r.attack.place else None) for r in records]
+        report = build_report([write_run(tmp_path / str(number), content, moved)])
+        assert attacked(report).gallery is None
+    assert "defended, attacked" in report.html()
 
 
 def test_attacks_stand_beside_certifications(folder, tmp_path):

@@ -20,7 +20,7 @@ import patchproof as pp
 from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint, load_classifier, sealed
 from patchproof.recipes import recipes
-from patchproof.report import Options, build_report, worst_masks
+from patchproof.report import Options, Report, build_report, worst_masks
 from patchproof.report._compare import (
     TracedRun,
     concise,
@@ -81,8 +81,11 @@ def test_stored_runs_of_earlier_versions_stay_readable(tmp_path):
     assert run.class_name(0) == "tench"
     results = json.loads((folder / "results.json").read_text())
     assert run.seconds == results["cost"]["seconds"]
-    commands = [read_run(path.parent).manifest["command"] for path in sorted(RESULTS.glob("*/*/*/manifest.json"))]
-    assert {"certify", "attack", "train"} <= set(commands)
+    kinds = {}
+    for path in sorted(RESULTS.glob("*/*/*/manifest.json")):
+        made = json.loads(path.read_text("utf-8"))
+        kinds[made["command"], *made["identity"].get("defense", {"name": None})] = path.parent
+    assert {"certify", "attack", "train"} <= {read_run(folder).manifest["command"] for folder in kinds.values()}
 
 
 def test_labels_are_named_as_the_classifier_orders_them(tmp_path):
@@ -171,7 +174,7 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
     assert make_gallery(run, find_images(run), 4).notice is None
     photos.rename(tmp_path / "moved")
     report = build_report([tmp_path / "r"])
-    page = report.write(tmp_path / "out").read_text("utf-8")
+    page = report.html()
     assert "The images are not there any more" in page
     assert "if they moved, give their new location as dataset or data_dir." in page
     assert {picture.key for picture in report.pictures} == {"classes", "failing-masks", "margins", "cost"}
@@ -401,19 +404,18 @@ def test_each_strategy_hides_pixels_from_its_own_network(real):
 
 
 @pytest.fixture(scope="module")
-def pages(real, tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
+def reports(real) -> dict[str, Report]:
     everything = [*sorted(real.glob("*/certify-*")), real / "greedy" / "alarm", real / "cutout", real / "greedy"]
     return {
-        "one": build_report([real / "greedy" / "certify-3"], Options(images=3)).write(folder / "one"),
-        "several": build_report(everything).write(folder / "several"),
+        "one": build_report([real / "greedy" / "certify-3"], Options(images=3)),
+        "several": build_report(everything),
     }
 
 
-def test_several_real_runs_show_table_curves_and_masks(pages):
-    settings = (pages["one"].parent / "tables" / "settings.csv").read_text()
-    assert "trained on the masks of,greedy\n" in settings
-    page = pages["several"].read_text("utf-8")
+def test_several_real_runs_show_table_curves_and_masks(reports):
+    (settings,) = [table for table in reports["one"].tables if table.key == "settings"]
+    assert "trained on the masks of,greedy\n" in csv_text(settings).replace("\r", "")
+    page = reports["several"].html()
     for words in (
         "Strategies",
         "masks per axis",
@@ -422,7 +424,7 @@ def test_several_real_runs_show_table_curves_and_masks(pages):
         "What each strategy",
     ):
         assert words in page
-    assert {path.stem for path in (pages["several"].parent / "figures").glob("*.svg")} >= {
+    assert {picture.key for picture in reports["several"].pictures} >= {
         "by-masks", "by-training-cost", "loss", "validation-certified", "validation-undefended", "worst-masks",
     }  # fmt: skip
 
@@ -435,20 +437,22 @@ MEASURE = """<script>addEventListener("load", () => {
   const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth + 1);
   const hinted = cut.every(e => getComputedStyle(e).backgroundAttachment.includes("local"));
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
-  parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth, style.backgroundColor, broken,
-    wide, cut.map(e => e.ariaLabel), hinted]), "*");
+  parent.postMessage(JSON.stringify([NAME, innerWidth, document.documentElement.scrollWidth, style.backgroundColor,
+    broken, wide, cut.map(e => e.ariaLabel), hinted]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
-FRAME = """<script>addEventListener("message", event => { document.title = event.data; });</script>
-<iframe src="page.html" width="WIDTH" height="2000" style="border: 0"></iframe>"""
+FRAME = """<script>addEventListener("message", event => { document.title += event.data; });</script>
+<iframe src="one.html" width="WIDTH" height="2000" style="border: 0"></iframe>
+<iframe src="several.html" width="WIDTH" height="2000" style="border: 0"></iframe>"""
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the report in one")
-@pytest.mark.parametrize("name", ["one", "several"])
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tmp_path, name, width, dark):
+def test_the_pages_open_in_a_browser_without_errors_and_fit_its_width(reports, tmp_path, width, dark):
     (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-    (tmp_path / "page.html").write_text(pages[name].read_text("utf-8").replace("</body>", MEASURE), encoding="utf-8")
+    for name, report in reports.items():
+        measured = report.html().replace("</body>", MEASURE.replace("NAME", f'"{name}"'))
+        (tmp_path / f"{name}.html").write_text(measured, encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
     options += ["--window-size=1400,2100", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"]
     options += ["--blink-settings=preferredColorScheme=0"] if dark else []
@@ -461,11 +465,13 @@ def test_the_page_opens_in_a_browser_without_errors_and_fits_its_width(pages, tm
     )
     assert "CONSOLE" not in done.stderr
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1)
-    inner, needed, background, broken, wide, cut, hinted = json.loads(title)
-    assert inner == width
-    assert needed <= width
-    assert wide == []
-    assert hinted
-    assert not (width == 1280 and name == "one" and cut)
-    assert broken == 0
-    assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")
+    found = [json.loads(f"[{measured}]") for measured in title.strip("[]").split("][")]
+    assert {name for name, *_ in found} == set(reports)
+    for name, inner, needed, background, broken, wide, cut, hinted in found:
+        assert inner == width
+        assert needed <= width
+        assert wide == []
+        assert hinted
+        assert not (width == 1280 and name == "one" and cut)
+        assert broken == 0
+        assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")

@@ -35,9 +35,14 @@ def records(folder: Path, name: str = "records") -> list[dict]:
 
 
 @cache
+def shares(folder: Path) -> dict[str, float]:
+    """The percentages, counted without the program."""
+    found = records(folder)
+    return {name: 100 * sum(one[name] is True for one in found) / len(found) for name in found[0]}
+
+
 def share(folder: Path, name: str) -> float:
-    """The percentage, counted without the program."""
-    return 100 * statistics.mean(one[name] is True for one in records(folder))
+    return shares(folder)[name]
 
 
 def read(*folders: Path) -> list:

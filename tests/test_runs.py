@@ -26,7 +26,7 @@ SOURCE = open_dataset("fashion-mini")
 PICTURES = [(SOURCE.load(i), SOURCE.labels[i]) for i in range(0, 1000, 50)]
 TENSORS = [(torch.from_numpy(SOURCE.pixels[i].copy())[None].expand(3, -1, -1) / 255, SOURCE.labels[i])
            for i in range(0, 1000, 50)]  # fmt: skip
-SMALL = pp.Engine(batch_size=16)
+SMALL = pp.Engine(batch_size=64)
 """Pieces of four images."""
 
 

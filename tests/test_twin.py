@@ -245,13 +245,13 @@ def test_a_hostile_scale_in_batch_normalisation_costs_little(generator, precisio
     original = fitted_classifier().eval()
     scaled = runpy.run_path(str(ENGINE))["rescaled"](original, generator)
     assert max(float(bn.running_var.amax()) for bn in scaled.modules() if isinstance(bn, nn.BatchNorm2d)) > 1e8
-    images = torch.stack([load(i) for i in range(0, 1000, 50)])
+    images = torch.stack([load(i) for i in range(0, 1000, 100)])
     threat = pp.PatchThreat.square(image_size=(28, 28), pixels=4)
     masks = pp.covering_masks(threat, per_axis=2)
     found = []
     for classifier in (original, scaled):
         wanted = pp.Engine(precision=precision)
-        engine, drift = pp.check_classifier(classifier, images, masks, engine=wanted, copies=128)
+        engine, drift = pp.check_classifier(classifier, images, masks, engine=wanted, copies=64)
         defense = pp.PatchCleanser(classifier, masks, threat, engine=engine, exhaustive=True)
         labels = Evaluator(original, reference.measured()).labels(images)
         found.append((engine, drift, defense.certify(images, labels)))

@@ -11,7 +11,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +52,7 @@ def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
     return app
 
 
+@cache
 def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     """The command with its settings as flags; what comes before them are its arguments."""
     hints = typing.get_type_hints(kind)  # fields come from modules with names of their own

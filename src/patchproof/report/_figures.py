@@ -84,7 +84,8 @@ class Picture:
 
     @cached_property
     def png(self) -> bytes:
-        assert self.svg  # rendered first, always: the layout that one leaves is where the other begins
+        assert self.svg  # rendered first, always: both have its layout, which takes as long as drawing
+        self.figure.set_layout_engine("none")
         return self._rendered("png", facecolor="white")
 
     def _rendered(self, kind: str, **options: Any) -> bytes:
