@@ -32,6 +32,8 @@ from patchproof.data import (
     ArraySource,
     BadImage,
     BadImageError,
+    Batch,
+    Decoded,
     FolderSource,
     ImageSource,
     SequenceSource,
@@ -920,16 +922,26 @@ def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
         script.read_idx(b"\0\0\x0d\x01....")
 
 
-def test_kept_images_are_decoded_once_and_batched_without_tasks(monkeypatch):
-    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3)).astype(np.uint8)
-    source = ArraySource("noise", "train", ("a",), (0,) * 10, pixels)
-    how, kept = Preprocessing((8, 8)), {}
-    first, fresh = (
-        [batch.images for batch in iterate_batches(source, how, range(10), batch_size=4, kept=k)] for k in (kept, None)
-    )
-    assert sorted(kept) == list(range(10))
-    monkeypatch.setattr(ArraySource, "load", lambda *_: pytest.fail("decoded again"))
-    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", lambda *_: pytest.fail("a task"))
-    again = [batch.images for batch in iterate_batches(source, how, range(10), batch_size=4, kept=kept)]
-    assert all(map(torch.equal, first, fresh))
-    assert all(map(torch.equal, first, again))
+def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypatch):
+    """In another order and other batches too; a bad image stays bad."""
+    class_folders(tmp_path, ["a", "b"], per_class=5)
+    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded(10)
+    (tmp_path / "a" / "1.png").write_text("no image")
+
+    def batches(order: list[int], size: int, store: Decoded | None) -> list[Batch]:
+        return list(iterate_batches(source, how, order, batch_size=size, skip_bad=True, kept=store))
+
+    other = [7, 1, 0, 9, 2, 8, 3, 6, 5, 4]
+    fresh = batches(list(range(10)), 4, None) + batches(other, 3, None)
+    first = batches(list(range(10)), 4, kept)
+    decoded = []
+    load = FolderSource.load
+    monkeypatch.setattr(FolderSource, "load", lambda self, index: decoded.append(index) or load(self, index))
+    for expected, found in zip(fresh, first + batches(other, 3, kept), strict=True):
+        assert (found.indices, found.bad) == (expected.indices, expected.bad)
+        assert torch.equal(found.images, expected.images)
+        assert torch.equal(found.labels, expected.labels)
+        assert found.images.is_contiguous(memory_format=torch.channels_last)
+    assert decoded == [1]
+    with pytest.raises(InputError, match="images of different sizes or kinds cannot be kept decoded"):
+        kept.add([0], torch.zeros(1, 3, 9, 8, dtype=torch.uint8))

@@ -140,7 +140,7 @@ def iterate_batches(
     batch_size: int,
     workers: int = 2,
     skip_bad: bool = False,
-    kept: dict[int, Tensor] | None = None,
+    kept: Decoded | None = None,
 ) -> Iterator[Batch]:
     """Batch i holds indices[i·batch_size : (i+1)·batch_size], in that order, less the bad images.
 
@@ -161,7 +161,7 @@ def load_groups(
     workers: int = 2,
     skip_bad: bool = False,
     ahead: int = BATCHES_AHEAD,
-    kept: dict[int, Tensor] | None = None,
+    kept: Decoded | None = None,
 ) -> Iterator[Batch]:
     """A batch for each group of indices. A group is asked for only when it is about to be decoded, `ahead` of its turn.
 
@@ -173,45 +173,77 @@ def load_groups(
     def load(index: int) -> Tensor:
         image = source.load(index)
         try:
-            pixels = preprocess(image, preprocessing)
+            return preprocess(image, preprocessing)
         except InputError as error:
             if isinstance(image, Tensor):
                 raise
             # e.g. smaller than the crop: the other images of the set may be fine
             raise BadImageError(source.path(index), str(error)) from error
-        if kept is not None:
-            kept[index] = pixels
-        return pixels
 
-    def collect(pending: list[tuple[int, Future[Tensor] | Tensor]]) -> Batch:
-        good: list[tuple[int, Tensor]] = []
-        bad: list[BadImage] = []
-        for index, future in pending:
+    def collect(group: Sequence[int], pending: dict[int, Future[Tensor]]) -> Batch:
+        fresh: dict[int, Tensor] = {}
+        bad: dict[int, BadImage] = {}
+        for index, future in pending.items():
             try:
-                good.append((index, future if isinstance(future, Tensor) else future.result()))
+                fresh[index] = future.result()
             except BadImageError as error:
                 if not skip_bad:
                     raise
-                bad.append(BadImage(index, source.path(index), error.reason))
-        labels = torch.tensor([source.labels[index] for index, _ in good], dtype=torch.int64)
-        return Batch([index for index, _ in good], _stack([image for _, image in good], preprocessing), labels, bad)
+                bad[index] = BadImage(index, source.path(index), error.reason)
+        good = [index for index in group if index not in bad]
+        if kept is None or not good:
+            images = _stack([fresh[index] for index in good], preprocessing)
+        else:
+            if fresh:
+                kept.add(list(fresh), _stack(list(fresh.values()), preprocessing))
+            images = kept.batch(good)
+        labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
+        return Batch(good, images, labels, list(bad.values()))
 
     def batches() -> Iterator[Batch]:
         pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-        queue: deque[list[tuple[int, Future[Tensor] | Tensor]]] = deque()
-        known = {} if kept is None else kept
+        queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
         try:
             for group in groups:
-                # What is kept takes no task: 50,000 small images are a batch in a millisecond.
-                queue.append([(i, known[i] if i in known else pool.submit(load, i)) for i in group])
+                unknown = group if kept is None else kept.unknown(group)
+                queue.append((group, {index: pool.submit(load, index) for index in unknown}))
                 if len(queue) > ahead:
-                    yield collect(queue.popleft())
+                    yield collect(*queue.popleft())
             while queue:
-                yield collect(queue.popleft())
+                yield collect(*queue.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
 
     return batches()
+
+
+class Decoded:
+    """Decoded images of one size, those of `count` indices, in one block of memory: a batch of them is one copy."""
+
+    def __init__(self, count: int) -> None:
+        self._known = np.zeros(count, dtype=bool)
+        self._pixels: np.ndarray | None = None
+
+    def unknown(self, indices: Sequence[int]) -> Sequence[int]:
+        """Those of `indices` that are not here yet."""
+        known = self._known[indices]
+        return [] if known.all() else [index for index, here in zip(indices, known, strict=True) if not here]
+
+    def add(self, indices: Sequence[int], images: Tensor) -> None:
+        rows = images.permute(0, 2, 3, 1).numpy()
+        if self._pixels is None:
+            self._pixels = np.empty((len(self._known), *rows.shape[1:]), rows.dtype)  # memory is taken as it is filled
+        if rows.shape[1:] != self._pixels.shape[1:] or rows.dtype != self._pixels.dtype:
+            raise InputError(
+                f"images of different sizes or kinds cannot be kept decoded: {rows.shape[1:]} after "
+                f"{self._pixels.shape[1:]}; give the preprocessing a crop or an exact size"
+            )
+        self._pixels[indices], self._known[indices] = rows, True
+
+    def batch(self, indices: Sequence[int]) -> Tensor:
+        """Images that are here, channels last."""
+        assert self._pixels is not None
+        return torch.from_numpy(self._pixels[indices]).permute(0, 3, 1, 2)
 
 
 def _stack(images: list[Tensor], preprocessing: Preprocessing) -> Tensor:

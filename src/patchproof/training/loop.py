@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.data import Batch, ImageSource, iterate_batches
+from patchproof.data import Batch, Decoded, ImageSource, iterate_batches
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import (
     Engine,
@@ -127,7 +127,7 @@ class Trainer:
             self.strategy = plan.strategy
             state_of(self.strategy)  # refuses at once what could not be saved
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
-        self.decoded: dict[int, Tensor] | None = {} if data.keep_decoded else None
+        self.decoded = Decoded(len(data.source)) if data.keep_decoded else None
         self.step = 0
 
     @property
