@@ -4,8 +4,9 @@
     python scripts/leaderboard.py --check               # is all of it current?
     python scripts/leaderboard.py --row RUN --note "ResNet-18, 40 epochs"        # the row of a run, to look at
 
-To add a row, put the run's manifest.json, results.json and records.jsonl.xz into results/leaderboard/NAME with a file
-note.txt of one line (network and training), and run this script. All measured numbers are counted from the records.
+To add a row, put the run's manifest.json, results.json and records.jsonl.xz into results/leaderboard/NAME/RUN, a file
+note.txt of one line (network and training) into results/leaderboard/NAME, and run this script. All measured numbers
+are counted from the records.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def row(run: StoredCertification, note: str, folder: str) -> dict[str, Any]:
 
 def rows() -> list[dict[str, Any]]:
     """Measured ones first, each kind by certified accuracy."""
-    places = {path: (path / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
+    places = {path: (path.parent / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
     places |= {ROOT / "results" / path: note for path, note in ALSO.items()}
     found = [row(stored(path), note, str(path.relative_to(ROOT))) for path, note in places.items()]
     for recipe in FIELD_RECIPES.values():
@@ -166,14 +167,46 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(text for text, _ in cells(one)) + " |" for one in found])
 
 
+def votes_table() -> str:
+    """The same votes of the same network under four rules, as counted from the records of the two smoothing runs."""
+    lines = ["| patch | paper's count | exact | count without ties | robust masking, without ties |", "|" + "---|" * 5]
+    for patch in ("2px", "5px"):
+        smoothing, masking = (
+            stored(FOLDER / f"{name}-smoothing" / f"certify-{patch}") for name in ("derandomized", "patchguard")
+        )
+        reached = int(patch.removesuffix("px")) + smoothing.config["band"] - 1
+        strict = {
+            record.index
+            for record in smoothing.good
+            if record.defended
+            and record.evidence["votes"]["label"] - record.evidence["votes"]["runner_up"] > 2 * reached
+        }
+        masked = {record.index for record in masking.good if record.certified}
+        if not strict <= masked:
+            sys.exit(f"{patch}: robust masking certifies less than counted votes without ties; mend the page")
+        counts = (
+            *(sum(record.evidence["votes"][name] for record in smoothing.good) for name in ("count", "exact")),
+            len(strict),
+            len(masked),
+        )
+        cells = (f"{100 * count / len(smoothing.good):.2f}%" for count in counts)
+        lines.append(f"| {patch.removesuffix('px')}×{patch.removesuffix('px')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def between(text: str, name: str, content: str) -> str:
+    """The text with this content between its two marks."""
+    before, _, rest = text.partition(f"<!-- {name} -->")
+    return f"{before}<!-- {name} -->\n{content}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
 def files() -> dict[Path, str]:
     found, document = rows(), ROOT / "docs" / "leaderboard.md"
-    before, _, rest = document.read_text("utf-8").partition("<!-- leaderboard -->")
-    after = rest.partition("<!-- end -->")[2]
+    text = between(document.read_text("utf-8"), "leaderboard", table(found))
     return {
         FOLDER / "leaderboard.json": json.dumps({"schema": SCHEMA, "rows": found}, indent=2, ensure_ascii=False) + "\n",
         FOLDER / "index.html": page(found),
-        document: f"{before}<!-- leaderboard -->\n{table(found)}\n<!-- end -->{after}",
+        document: between(text, "votes", votes_table()),
     }
 
 

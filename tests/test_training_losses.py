@@ -69,9 +69,10 @@ def test_shifts_take_pixels_of_the_image_by_the_generator_alone():
     assert {tuple((image[0, :, 0] * 16).int().tolist()) for image in upright} == set(map(tuple, shifted))
 
 
-def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> float:
-    """BagCert's margin in plain Python: every patch, every class."""
-    (classes, rows, columns), (size, stride, offset), worst = scores.shape, field, float("inf")
+def slow_margins(scores: Tensor, label: int, field: tuple[int, int, int]) -> list[float]:
+    """BagCert's margins in plain Python: every patch, and each class but the label."""
+    (classes, rows, columns), (size, stride, offset) = scores.shape, field
+    worst = {c: float("inf") for c in range(classes) if c != label}
     values = scores.tolist()
     cells = [(r, q) for r in range(rows) for q in range(columns)]
     for height, width in THREAT.patch_sizes:
@@ -85,14 +86,14 @@ def slow_margin(scores: Tensor, label: int, field: tuple[int, int, int]) -> floa
                     and offset + q * stride < left + width
                     and offset + q * stride + size > left
                 }
-                for c in set(range(classes)) - {label}:
+                for c in worst:
                     lead = sum(values[label][r][q] - values[c][r][q] for r, q in cells if (r, q) not in seen)
-                    worst = min(worst, lead - len(seen))
-    return worst / len(cells)
+                    worst[c] = min(worst[c], lead - len(seen))
+    return [margin / len(cells) for margin in worst.values()]
 
 
 @pytest.mark.parametrize("blocks", [[(8, 3, 1), (8, 1, 1)], [(8, 3, 2), (8, 1, 1)]])
-def test_the_bagcert_loss_is_a_hinge_on_the_margin_of_the_certificate(blocks, generator):
+def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(blocks, generator):
     with seeded(3):
         network = BagNet(3, blocks=blocks).eval()
     classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(10, 10))
@@ -104,9 +105,13 @@ def test_the_bagcert_loss_is_a_hinge_on_the_margin_of_the_certificate(blocks, ge
     assert set(scores.flatten().tolist()) == {0.0, 1.0}
     (slope,) = torch.autograd.grad(scores.sum(), logits, retain_graph=True)
     torch.testing.assert_close(slope, logits.sigmoid() * (1 - logits.sigmoid()))
-    margins = [slow_margin(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
-    loss = BagCertHinge(pp.PatchThreat((10, 10), THREAT.patch_sizes), target=0.3)(classifier, images, labels, 0.5)
-    assert loss.item() == pytest.approx(sum(max(0, 0.3 - m) for m in margins) / 2, abs=1e-6)
+    margins = [slow_margins(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
+    threat = pp.PatchThreat((10, 10), THREAT.patch_sizes)
+    for sharpness in (8.0, 1e5):
+        loss = BagCertHinge(threat, target=0.3, sharpness=sharpness)(classifier, images, labels, 0.5)
+        smooth = [torch.tensor([0.0, *(0.3 - m for m in every)]).mul(sharpness).logsumexp(0) for every in margins]
+        assert loss.item() == pytest.approx(sum(map(float, smooth)) / 2 / sharpness, abs=1e-5)
+    assert loss.item() == pytest.approx(sum(max(0, 0.3 - min(every)) for every in margins) / 2, abs=1e-4), "the hinge"
     loss.backward()
     assert network.stem[0].weight.grad.abs().sum() > 0
 

@@ -126,7 +126,7 @@ BAGNET = {"model": "bagnet5", **SGD}
 MASKED = {"model": "resnet18_32", **SGD}
 TUNED = {**MASKED, "epochs": "6", "warmup_epochs": 0.5, "learning_rate": 0.05}
 SIX_BY_SIX: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6}
-BAGCERT = {"model": "bagnet9", "loss": "bagcert", "validate_with": "bagcert", **ADAMW}
+BAGCERT = {"model": "bagnet9", "loss": "bagcert", "validate_with": "bagcert", **ADAMW, "learning_rate": 0.004}
 IBP = {
     "model": "cnn_ibp",
     "loss": "ibp",

@@ -186,8 +186,8 @@ class TrainingSettings:
     strategy: Any = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
     loss: Any = "cross-entropy"
-    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
-    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
+    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a smooth
+    hinge on the margins of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     memory_tries: str = "2"
     """Of `memory`: how many masks are tried again in each of the four rounds; `2,2,2,1` gives each its own number, and
     a last one of 1 takes no pass."""

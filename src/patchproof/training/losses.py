@@ -29,11 +29,16 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 @dataclass(frozen=True)
 class BagCertHinge:
-    """max(0, target − m), m = min over p, c of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, the margin of `bagcert`'s certificate, as
-    a share of the cells (Metzen & Yatsura 2021)."""
+    """A smooth max(0, target − m_c) over the classes c ≠ y: log(1 + Σ_c exp(s·(target − m_c))) / s.
+
+    m_c = min over p of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, as a share of the cells, is the margin of `bagcert`'s certificate
+    against c (Metzen & Yatsura 2021). With the sharpness s → ∞ it is the hinge on the worst class alone, from which a
+    network learns far more slowly: one class of each image then gets a gradient (docs/decisions/0011-evidence.md).
+    """
 
     threat: PatchThreat
     target: float = 0.25
+    sharpness: float = 8.0
 
     def __call__(
         self,
@@ -44,20 +49,22 @@ class BagCertHinge:
     ) -> Float[Tensor, ""]:
         scores = step_scores(classifier.local_logits(images).float())
         with torch.autocast(images.device.type, enabled=False):  # sums of steps are exact in float32
-            return (self.target - self.margins(scores, labels, classifier.receptive_field)).relu().mean()
+            missing = self.target - self.margins(scores, labels, classifier.receptive_field)
+            none = missing.new_zeros(len(missing), 1)
+            return (self.sharpness * torch.cat([none, missing], dim=1)).logsumexp(dim=1).mean() / self.sharpness
 
     def margins(
         self,
         scores: Float[Tensor, "b classes rows columns"],
         labels: Int64[Tensor, " b"],
         field: tuple[int, int, int],
-    ) -> Float[Tensor, " b"]:
-        """m / number of cells."""
+    ) -> Float[Tensor, "b classes"]:
+        """m_c / number of cells; ∞ for the label."""
         windows = receptive_windows(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
         every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
         lead = cells[every, labels][:, None] - cells
-        margin = (windows.outside(lead) - windows.sizes).amin(dim=2).scatter(1, labels[:, None], torch.inf)
-        return margin.amin(dim=1) / cells.shape[2]
+        margins = (windows.outside(lead) - windows.sizes).amin(dim=2) / cells.shape[2]
+        return margins.scatter(1, labels[:, None], torch.inf)
 
 
 @dataclass(frozen=True)
