@@ -4,7 +4,8 @@
 
 A label of a fast precision that leads by less than τ is decided again in float32, and the change of its margin noted;
 τ is several times the change measured before the run (docs/decisions/0003-tau.md). τ(fp32) is at least 64 units in the
-last place of the largest logit, whatever is measured: its floor.
+last place of the largest logit, whatever is measured: its floor. Runs whose τ comes from the tail of all changes
+(docs/decisions/0010-fast-copy.md) are not in it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Audit:
 def audits(folder: Path) -> Iterator[Audit]:
     for path in sorted(folder.rglob("manifest.json")):
         manifest = read_json(path)
-        if manifest["command"] == "train":
+        if manifest["command"] == "train" or "precision" not in manifest["tau"]["drift"]:
             continue
         tau, audit = manifest["tau"], read_json(path.with_name("results.json")).get("audit")
         drift = tau["drift"]

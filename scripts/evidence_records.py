@@ -112,8 +112,8 @@ def training(path: Path) -> StoredTraining | None:
 
 
 def read(folder: Path) -> list[Result]:
-    """Every certification below the folder."""
-    return [result(path, folder) for path in runs_of("certify", folder)]
+    """Every certification below the folder, but those of the leaderboard (scripts/leaderboard.py)."""
+    return [result(path, folder) for path in runs_of("certify", folder) if path.parents[1].name != "leaderboard"]
 
 
 def result(path: Path, root: Path) -> Result:
