@@ -137,9 +137,12 @@ def show_only(visit, kind: str, *, without: str) -> None:
 
 
 def pick(visit, number: int) -> None:
-    """Click a card, and wait until its image is the one that is shown."""
-    index = visit.page.locator("#cards .pp-card").nth(number).get_attribute("data-pick")
-    visit.page.locator(f"#cards .pp-card[data-pick='{index}']").click()
+    """Click a card, unless it is picked already, and wait until its image is the one that is shown."""
+    visit.page.wait_for_selector(PICKED)  # the first of a kind, which comes by itself
+    card = visit.page.locator("#cards .pp-card").nth(number)
+    index = card.get_attribute("data-pick")
+    if card.get_attribute("aria-pressed") == "false":
+        card.click()
     visit.page.wait_for_selector(f"{PICKED}[data-pick='{index}']")
 
 
