@@ -18,7 +18,8 @@ from test_defenses_patchcleanser import CASES, TWO_PATCHES, random_case
 
 
 @pytest.mark.parametrize(
-    ("image_size", "patch", "per_axis", "patches"), [(*CASES[0], 1), (*CASES[1], 1), (*TWO_PATCHES, 2)]
+    ("image_size", "patch", "per_axis", "patches"),
+    [(*CASES[0], 1), (*TWO_PATCHES, 2), pytest.param(*CASES[1], 1, marks=pytest.mark.slow)],
 )
 def test_a_certified_image_never_gets_a_wrong_label_unless_a_mask_is_dropped(
     image_size, patch, per_axis, patches, monkeypatch

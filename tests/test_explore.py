@@ -150,6 +150,11 @@ def checkpoint(tmp_path_factory) -> Path:
     return fitted_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint-last")
 
 
+ONE_DEFENCE = pytest.mark.parametrize(
+    "certified", ["patchcleanser", pytest.param("alarm", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(scope="module", params=["patchcleanser", "alarm"])
 def certified(checkpoint, request) -> Path:
     folder = checkpoint.parent / request.param
@@ -353,6 +358,7 @@ def test_the_heat_map_marks_every_cell_by_more_than_colour(checkpoint):
 
 
 @NEEDS_GRADIO
+@ONE_DEFENCE
 def test_names_cannot_break_the_page(explorer):
     names = {i: f'<script>alert("{i}")</script>\x07${{x}}' for i in range(10)}
     evil = Explorer(explorer.defense, explorer.preprocessing, "x", names, explorer.source, explorer.records)
@@ -496,6 +502,7 @@ def hear(event: str, arguments: tuple) -> None:
 
 
 @NEEDS_GRADIO
+@ONE_DEFENCE
 def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monkeypatch, capsys):
     seen: dict[str, str] = {}
 

@@ -447,7 +447,7 @@ FRAME = """<script>addEventListener("message", event => { document.title += even
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the report in one")
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), pytest.param(1280, False, marks=pytest.mark.slow)])
 def test_the_pages_open_in_a_browser_without_errors_and_fit_its_width(reports, tmp_path, width, dark):
     (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
     for name, report in reports.items():
