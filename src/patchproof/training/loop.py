@@ -208,7 +208,9 @@ class Trainer:
         self.generator.manual_seed(seed)
         devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a traceback for each absent device
+            if devices:
+                torch.cuda.manual_seed(seed)
             yield
 
     def _update(
