@@ -127,7 +127,7 @@ class Trainer:
             self.strategy = plan.strategy
             state_of(self.strategy)  # refuses at once what could not be saved
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
-        self.decoded = Decoded(len(data.source)) if data.keep_decoded else None
+        self.decoded = Decoded(data.indices) if data.keep_decoded else None
         self.step = 0
 
     @property
