@@ -48,7 +48,7 @@ def start_accelerator(plan: Plan, device: torch.device, *, log_with: str | None 
         raise InputError("precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    AcceleratorState._reset_state()  # a training before this one may have had another precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier training's precision and device are its own
     try:
         return Accelerator(cpu=device.type == "cpu", mixed_precision=MIXED[plan.precision], log_with=log_with)
     except (ValueError, ImportError) as error:
