@@ -111,8 +111,10 @@ class Trainer:
         recorded = (
             plan.compile and accelerator.device.type == "cuda" and accelerator.num_processes == plan.accumulate == 1
         )
-        masked = RecordedPass if recorded and not classifier.drop_tokens else MaskedForward
-        step_loss = StepLoss(classifier, masked(classifier), plan, loss, teacher)
+        masked = MaskedForward(classifier)
+        if recorded and not classifier.drop_tokens:
+            masked = RecordedPass(classifier, plan.batch_size)
+        step_loss = StepLoss(classifier, masked, plan, loss, teacher)
         self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
