@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -121,9 +122,14 @@ def cells(one: dict[str, Any]) -> list[tuple[str, float | str]]:
 def page(found: list[dict[str, Any]]) -> str:
     """One HTML file; a click on a heading sorts."""
     head = "".join(f"<th tabindex=0>{name}</th>" for name in COLUMNS)
+    breaks = {" = ": "&nbsp;=&nbsp;", "/": "/<wbr>"}  # where a line may end, and where not
+
+    def shown(text: str) -> str:
+        return re.sub(" = |/", lambda found: breaks[found[0]], html.escape(text))
+
     body = "\n".join(
         f'<tr class="{"ours" if one["measured"] else "theirs"}">'
-        + "".join(f'<td data-by="{html.escape(str(by))}">{html.escape(text)}</td>' for text, by in cells(one))
+        + "".join(f'<td data-by="{html.escape(str(by))}">{shown(text)}</td>' for text, by in cells(one))
         + "</tr>"
         for one in found
     )
@@ -134,6 +140,7 @@ def page(found: list[dict[str, Any]]) -> str:
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }}
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; width: 100%; font-size: .9rem }}
 th, td {{ text-align: left; padding: .4rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }}
+td:nth-child(5), td:nth-child(6), td:nth-child(8) {{ min-width: 8.5rem }}
 th {{ cursor: pointer; white-space: nowrap }} th[aria-sort]::after {{ content: " ▾" }}
 th[aria-sort=ascending]::after {{ content: " ▴" }} .theirs {{ color: #666; font-style: italic }}
 </style></head><body>

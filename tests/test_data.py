@@ -925,7 +925,7 @@ def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
 def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypatch):
     """In another order and other batches too; a bad image stays bad."""
     class_folders(tmp_path, ["a", "b"], per_class=5)
-    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded(10)
+    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded(range(10))
     (tmp_path / "a" / "1.png").write_text("no image")
 
     def batches(order: list[int], size: int, store: Decoded | None) -> list[Batch]:
@@ -945,3 +945,12 @@ def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypa
     assert decoded == [1]
     with pytest.raises(InputError, match="images of different sizes or kinds cannot be kept decoded"):
         kept.add([0], torch.zeros(1, 3, 9, 8, dtype=torch.uint8))
+
+
+def test_kept_images_take_the_memory_of_those_that_are_learned_from():
+    """Two of a million: 3 MB each, not 3 TB."""
+    kept = Decoded([7, 1_000_000])
+    image = torch.randint(256, (1, 3, 1000, 1000), dtype=torch.uint8)
+    kept.add([1_000_000], image)
+    assert list(kept.unknown([1_000_000, 7])) == [7]
+    assert torch.equal(kept.batch([1_000_000]), image)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,13 @@ from torch import nn
 import patchproof as pp
 from patchproof.cli import run
 from patchproof.data import ArraySource, iterate_batches, open_dataset
-from patchproof.masking import CleanAnswers, Evaluator, as_images
+from patchproof.masking import CleanAnswers, Evaluator, as_images, images_ahead
 from patchproof.models import ImageClassifier, load_classifier
 from patchproof.training.checkpoint import load_training, save_training
 from patchproof.training.loop import Trainer, TrainingData
+from patchproof.training.recorded import RecordedPass
 from patchproof.training.strategies import masking_strategy, training_masks
-from patchproof.types import Preprocessing
+from patchproof.types import CheckError, Preprocessing
 from reference import measured
 
 DEVICE = "cuda"
@@ -131,7 +134,7 @@ def test_the_search_finds_the_masks_of_the_cpu(trained, name):
 
 
 def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
-    """Dropout, BatchNorm, a last batch of another size; and a resumed run is the undisturbed one."""
+    """Dropout, BatchNorm, a last batch of another size; and a run resumed at that one is the undisturbed one."""
     pixels = np.random.default_rng(1).integers(0, 256, (42, 12, 12, 3)).astype(np.uint8)
     images = ArraySource("noise", "train", ("a", "b"), tuple(i % 2 for i in range(42)), pixels)
     data = TrainingData(images, range(42), torch.arange(2), Preprocessing((12, 12)))
@@ -152,7 +155,7 @@ def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
         ends.append((torch.tensor(losses), undisturbed.weights()))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
     stopped = trainer(True)
-    for _ in zip(range(4), stopped.run(), strict=False):
+    for _ in zip(range(5), stopped.run(), strict=False):
         pass
     save_training(tmp_path / "last", stopped, stopped.classifier, {})
     resumed = trainer(True)
@@ -160,6 +163,36 @@ def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
     for _ in resumed.run():
         pass
     torch.testing.assert_close(resumed.weights(), undisturbed.weights(), rtol=1e-5, atol=1e-6)
+    assert resumed.model.masked._shape == (16, 3, 12, 12), "whole batches are recorded"
+
+
+def test_batches_are_copied_while_steps_are_recorded():
+    """Each is larger than the one before, so that its copy has to allocate, and comes somewhat later."""
+
+    def batches() -> Iterator[tuple[int, torch.Tensor]]:
+        for number in range(40):
+            time.sleep(number / 2000)
+            yield number, torch.zeros(64, 3, 200 + number, 200, dtype=torch.uint8)
+
+    images, keep = torch.rand(4, 3, 8, 8, device=DEVICE), torch.ones(4, 1, 8, 8, dtype=torch.bool, device=DEVICE)
+    for number, copied in images_ahead(batches(), torch.device(DEVICE)):
+        network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 2)).to(DEVICE)
+        RecordedPass(network, 4)(images, keep).sum().backward()
+        assert copied.shape[2] == 200 + number
+
+
+def test_what_cannot_be_recorded_says_how_to_go_on():
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Linear(192, 2)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.scores(images.flatten(1)) * (1 if images.sum().item() > 0 else 2)
+
+    images, keep = torch.rand(4, 3, 8, 8, device=DEVICE), torch.ones(4, 1, 8, 8, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(CheckError, match=r"cannot be recorded .* use compile=False"):
+        RecordedPass(Asks().to(DEVICE), 4)(images, keep)
 
 
 def test_memory_that_runs_out_halves_the_chunk_and_changes_no_verdict(trained):

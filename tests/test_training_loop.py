@@ -252,8 +252,12 @@ def test_light_augmentation_mirrors_and_crops_by_the_generator_alone():
     assert 16 < int((slope < 0).sum()) < 48
 
 
-def test_one_process_can_train_in_one_precision_after_another():
+def test_one_process_can_train_in_one_precision_and_on_one_device_after_another(monkeypatch):
     found = [
         start_accelerator(Plan(precision=p), torch.device("cpu")).mixed_precision for p in ("bf16", "fp32", "bf16")
     ]
     assert found == ["bf16", "no", "bf16"]
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    assert start_accelerator(Plan(), torch.device("cpu")).device.type == "meta"
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    assert start_accelerator(Plan(), torch.device("cpu")).device.type == "cpu"

@@ -246,7 +246,7 @@ class TrainingSettings:
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
     compile: bool = False
-    """On a GPU: compile the network for the search of `greedy` and `grid`, and record the kernels of a step to replay
+    """Compile the network for the search of `greedy` and `grid`, and on a GPU record the kernels of a step to replay
     them: some seconds at the start, faster steps after. What the network's forward pass does in Python happens once."""
 
     def __post_init__(self) -> None:

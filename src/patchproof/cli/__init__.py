@@ -174,13 +174,8 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
     layers = [Dict(known_settings(values, kind, Path(path)), use_commands_as_keys=False, source=path)] if path else []
     recipe = find_flag(tokens, "--recipe") or values.get("recipe")
     if recipe and kind is TrainSettings:
-        found = find_recipe(str(recipe))
-        if found.start and not (find_flag(tokens, "--weights") or values.get("weights")):
-            raise InputError(
-                f"recipe {recipe} goes on from the network of another: first `patchproof train --recipe {found.start} "
-                "--output runs/plain`, then add --weights runs/plain/checkpoint-last"
-            )
-        layers.append(Dict(found.settings(), use_commands_as_keys=False, source=f"recipe {recipe}"))
+        settings = find_recipe(str(recipe)).settings()
+        layers.append(Dict(settings, use_commands_as_keys=False, source=f"recipe {recipe}"))
     return kind, layers
 
 

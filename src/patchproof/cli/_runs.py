@@ -294,6 +294,12 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     tracker = None if settings.track == "none" else settings.track
     if tracker is not None and importlib.util.find_spec(tracker) is None:
         raise InputError(f"--track {tracker} needs a package that is not installed: pip install 'patchproof[track]'")
+    start = find_recipe(settings.recipe).start if settings.recipe else None
+    if start is not None and settings.weights is None:
+        raise InputError(
+            f"recipe {settings.recipe} goes on from the network of another: first `patchproof train --recipe {start} "
+            "--output runs/plain`, then add --weights runs/plain/checkpoint-last"
+        )
     plan: Plan = part(replace(settings, teacher=None), Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)
     if settings.model is None and settings.weights is None:

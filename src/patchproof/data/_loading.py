@@ -218,32 +218,35 @@ def load_groups(
 
 
 class Decoded:
-    """Decoded images of one size, those of `count` indices, in one block of memory: a batch of them is one copy."""
+    """Decoded images of one size, those of `indices`, in one block of memory: a batch of them is one copy."""
 
-    def __init__(self, count: int) -> None:
-        self._known = np.zeros(count, dtype=bool)
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._place = np.zeros(max(indices) + 1, dtype=np.int64)
+        self._place[list(indices)] = np.arange(len(indices))
+        self._known = np.zeros(len(indices), dtype=bool)
         self._pixels: np.ndarray | None = None
 
     def unknown(self, indices: Sequence[int]) -> Sequence[int]:
         """Those of `indices` that are not here yet."""
-        known = self._known[indices]
+        known = self._known[self._place[list(indices)]]
         return [] if known.all() else [index for index, here in zip(indices, known, strict=True) if not here]
 
-    def add(self, indices: Sequence[int], images: Tensor) -> None:
-        rows = images.permute(0, 2, 3, 1).numpy()
+    def add(self, indices: list[int], images: Tensor) -> None:
+        pixels, places = images.permute(0, 2, 3, 1).numpy(), self._place[indices]
         if self._pixels is None:
-            self._pixels = np.empty((len(self._known), *rows.shape[1:]), rows.dtype)  # memory is taken as it is filled
-        if rows.shape[1:] != self._pixels.shape[1:] or rows.dtype != self._pixels.dtype:
+            # Memory is taken as it is filled.
+            self._pixels = np.empty((len(self._known), *pixels.shape[1:]), pixels.dtype)
+        if pixels.shape[1:] != self._pixels.shape[1:] or pixels.dtype != self._pixels.dtype:
             raise InputError(
-                f"images of different sizes or kinds cannot be kept decoded: {rows.shape[1:]} after "
+                f"images of different sizes or kinds cannot be kept decoded: {pixels.shape[1:]} after "
                 f"{self._pixels.shape[1:]}; give the preprocessing a crop or an exact size"
             )
-        self._pixels[indices], self._known[indices] = rows, True
+        self._pixels[places], self._known[places] = pixels, True
 
-    def batch(self, indices: Sequence[int]) -> Tensor:
+    def batch(self, indices: list[int]) -> Tensor:
         """Images that are here, channels last."""
         assert self._pixels is not None
-        return torch.from_numpy(self._pixels[indices]).permute(0, 3, 1, 2)
+        return torch.from_numpy(self._pixels[self._place[indices]]).permute(0, 3, 1, 2)
 
 
 def _stack(images: list[Tensor], preprocessing: Preprocessing) -> Tensor:

@@ -10,6 +10,7 @@ from patchproof.masking._drift import Drift, margin_changes, measure_drift
 from patchproof.masking._ensemble import Ensemble, Mirror, assembled, weight_names
 from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import (
+    COPYING,
     MaskedForward,
     as_images,
     fill_colour,
@@ -26,6 +27,7 @@ from patchproof.settings import Engine
 
 __all__ = [
     "AUTOCAST",
+    "COPYING",
     "SHARES",
     "Aim",
     "Answers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,9 @@ from patchproof.models import failure, mask_colour
 from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
 
 Item = TypeVar("Item")
+
+COPYING = Lock()
+"""Held while `images_ahead` copies a batch to the GPU: its thread must not allocate while a CUDA graph is recorded."""
 
 
 def require_images(images: Any, image_size: Size) -> None:
@@ -61,7 +65,7 @@ def images_ahead(
         for item, pixels in remaining:
             if stream is None:
                 return item, as_images(pixels, device), None
-            with torch.cuda.stream(stream):
+            with COPYING, torch.cuda.stream(stream):
                 return item, as_images(pixels.pin_memory(), device), stream.record_event()
         return None
 

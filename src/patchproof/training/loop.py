@@ -48,7 +48,7 @@ def start_accelerator(plan: Plan, device: torch.device, *, log_with: str | None 
         raise InputError("precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    AcceleratorState._reset_state()  # a training before this one may have had another precision
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier training's precision and device are its own
     try:
         return Accelerator(cpu=device.type == "cpu", mixed_precision=MIXED[plan.precision], log_with=log_with)
     except (ValueError, ImportError) as error:
@@ -111,8 +111,10 @@ class Trainer:
         recorded = (
             plan.compile and accelerator.device.type == "cuda" and accelerator.num_processes == plan.accumulate == 1
         )
-        masked = RecordedPass if recorded and not classifier.drop_tokens else MaskedForward
-        step_loss = StepLoss(classifier, masked(classifier), plan, loss, teacher)
+        masked = MaskedForward(classifier)
+        if recorded and not classifier.drop_tokens:
+            masked = RecordedPass(classifier, plan.batch_size)
+        step_loss = StepLoss(classifier, masked, plan, loss, teacher)
         self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
@@ -127,7 +129,7 @@ class Trainer:
             self.strategy = plan.strategy
             state_of(self.strategy)  # refuses at once what could not be saved
         self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
-        self.decoded = Decoded(len(data.source)) if data.keep_decoded else None
+        self.decoded = Decoded(data.indices) if data.keep_decoded else None
         self.step = 0
 
     @property

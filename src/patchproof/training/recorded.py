@@ -8,23 +8,26 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from patchproof.masking import MaskedForward
+from patchproof.masking import COPYING, MaskedForward, out_of_memory
+from patchproof.models import failure
+from patchproof.types import CheckError
 
 
 class RecordedPass(MaskedForward):
-    """`MaskedForward` on a GPU whose kernels, forward and backward, are recorded for the shape of the first batch and
-    replayed from then on (CUDA graphs); batches of another shape run as ever.
+    """`MaskedForward` on a GPU whose kernels, forward and backward, are recorded for the shape of the first whole batch
+    and replayed from then on (CUDA graphs); batches of another shape run as ever.
 
     Small images and small batches are over sooner than Python can launch their kernels one by one.
     """
 
-    def __init__(self, classifier: nn.Module) -> None:
+    def __init__(self, classifier: nn.Module, batch_size: int) -> None:
         super().__init__(classifier)
+        self.batch_size = batch_size
         self._shape: torch.Size | None = None
         self._replay: Callable[[Tensor, Tensor], Tensor]
 
     def forward(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        if self._shape is None:
+        if self._shape is None and len(images) % self.batch_size == 0:  # a resumed run may begin with a short one
             self._record(images, keep)
         if images.shape != self._shape:
             return super().forward(images, keep)
@@ -39,10 +42,18 @@ class RecordedPass(MaskedForward):
             enabled=torch.is_autocast_enabled("cuda"),
             cache_enabled=False,  # weights are cast in each replay
         )
-        with torch.random.fork_rng(devices=[images.device]), mixed:
-            self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]
-                MaskedForward(self.classifier), (images.clone(), keep.clone()), allow_unused_input=True
-            )
+        try:
+            with COPYING, torch.random.fork_rng(devices=[images.device]), mixed:
+                self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]
+                    MaskedForward(self.classifier), (images.clone(), keep.clone()), allow_unused_input=True
+                )
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise CheckError(
+                f"the kernels of this classifier's training step cannot be recorded ({failure(error)}); use "
+                "compile=False"
+            ) from error
         for buffer, value in buffers:
             buffer.copy_(value)
         self._shape = images.shape
