@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,7 +49,8 @@ def start_accelerator(plan: Plan, device: torch.device, *, log_with: str | None 
         raise InputError("precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier training's precision and device are its own
+    # An earlier training's precision and device are its own; several processes meet only once.
+    AcceleratorState._reset_state(reset_partial_state=os.environ.get("WORLD_SIZE", "1") == "1")
     try:
         return Accelerator(cpu=device.type == "cpu", mixed_precision=MIXED[plan.precision], log_with=log_with)
     except (ValueError, ImportError) as error:
