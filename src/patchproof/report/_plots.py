@@ -341,11 +341,11 @@ def _validation_picture(runs: Sequence[StoredTraining], name: str) -> Picture:
             at, rates = [float(epoch.epoch) for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
             error_line(axes, at, rates, label=line_name(run), number=number, of=len(runs))
         last = max(epoch.epoch for run in runs for epoch in run.epochs)
-        axes.set(xlabel="epoch", ylabel=f"{words}, % of validation images", xlim=(0.5, last + 0.5))
+        axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
         percent_axis(axes, every)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     n = counts(rate.n for rate in every)
     alt = f"{name.capitalize()} accuracy on validation images after each epoch of {len(runs)} runs, 95% intervals."
-    title = f"Validation, {name}, n = {n}"
+    title = f"Validation images, {name}, n = {n}"
     return draw(f"validation-{name}", title, alt, plot, height=3.0 + 0.16 * len(runs))
