@@ -250,7 +250,6 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
-        table.columns[0].min_width = max(table.columns[0].min_width or 0, min(len(name), 22))
     console.print(table)
     guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:

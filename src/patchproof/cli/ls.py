@@ -117,6 +117,8 @@ def _run_row(folder: Path) -> list[str]:
         return [str(best.certified.n), *rates, interval_text(best.certified), status]
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
     planned = run.planned or len(run.records)
+    if not run.records and not (folder / "results.json").exists():
+        return [*nothing, f"stopped; 0 of {planned} done"]
     status = "complete" if len(run.good) == run.available else "partial"
     if len(run.records) < planned:
         status = f"stopped; {len(run.records)} of {planned} done"
