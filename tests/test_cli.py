@@ -133,13 +133,26 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(photos, checkpoint, 
     assert (saved["patch"], saved["masks"], saved["precision"], saved["defense"]) == ("4px", 4, "auto", "alarm")
 
 
-def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint, capsys):
-    assert certify("--dataset", photos, "--weights", checkpoint, "--limit", 3, "--output", "runs/r") == 0
-    assert {r["label"] for r in records("runs/r")} == {0, 1, 2}
-    assert content("runs/r", "results")["status"] == "partial"
+def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = "runs/certify-a-name-as-long-as-those-made-of-the-settings-spread3"
+    assert certify("--dataset", photos, "--weights", checkpoint, "--limit", 3, "--output", folder) == 0
+    assert {r["label"] for r in records(folder)} == {0, 1, 2}
+    assert content(folder, "results")["status"] == "partial"
     assert "3 of 12 images were asked for" in " ".join(capsys.readouterr().out.split())
     assert run(["ls"]) == 0
-    assert "partial" in capsys.readouterr().out
+    name, numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
+    assert name == folder.removeprefix("runs/")
+    assert re.fullmatch(r"  n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · partial", numbers)
+
+
+def test_checkpoints_of_two_trainings_are_certified_in_two_folders(photos, checkpoint):
+    for training in ("train-photos-small-cutout-seed0", "mine"):
+        shutil.copytree(checkpoint, f"{training}/checkpoint-last")
+        weights = ["--weights", f"{training}/checkpoint-last"]
+        assert certify("--dataset", photos, *weights, "--patch", "2px", "--limit", 1) == 0
+    made = sorted(path.name.partition("-2px")[0] for path in Path("runs").iterdir())
+    assert made == ["certify-photos-small-cutout-seed0-checkpoint-last", "certify-photos-small-mine-checkpoint-last"]
 
 
 # --- the other defence ---------------------------------------------------------------------------------------------
@@ -357,7 +370,8 @@ def test_a_checkpoint_in_the_home_folder_is_found(photos, tmp_path, monkeypatch)
 def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint, capsys):
     arguments = (photos / "cat" / "0.png", photos / "dog" / "0.png", "--weights", checkpoint, "--patch", "4px")
     assert predict(*arguments) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown, said = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "measuring the margin that a label needs" in said
     for words in (
         f"images in {photos}{os.sep}",
         f"│ cat{os.sep}0.png │",

@@ -34,7 +34,7 @@ from patchproof.report._gallery import COLUMNS, SHADE, chosen_masks, hidden, mak
 from patchproof.report._plots import comparison_pictures
 from patchproof.report._tables import csv_text
 from patchproof.runs import certify, train
-from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
+from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs, shortened_name
 from run_folders import CLASSES, detection, manifest, random_records, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -427,6 +427,13 @@ def test_several_real_runs_show_table_curves_and_masks(reports):
     assert {picture.key for picture in reports["several"].pictures} >= {
         "by-masks", "by-training-cost", "loss", "validation-certified", "validation-undefended", "worst-masks",
     }  # fmt: skip
+    (validated,) = [picture.figure for picture in reports["several"].pictures if picture.key == "validation-certified"]
+    validated.draw_without_rendering()
+    (axes,) = validated.axes
+    label = axes.yaxis.label.get_window_extent()
+    assert validated.bbox.y0 <= label.y0 <= label.y1 <= validated.bbox.y1, "the label is cut off"
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    assert shortened_name("train-photos-tf_efficientnet_lite0-greedy-seed0", 24) == "train-ph…e0-greedy-seed0"
 
 
 MEASURE = """<script>addEventListener("load", () => {

@@ -15,7 +15,7 @@ from torch import nn
 import patchproof as pp
 from patchproof.attacks import AttackPlan
 from patchproof.data import open_dataset
-from patchproof.runs import Record
+from patchproof.runs import Record, measure_on_generated
 from patchproof.types import CheckError, InputError
 from reference import measured
 from small_model import plain_classifier, plain_network
@@ -244,7 +244,7 @@ def test_attacks_keep_the_order_per_image_and_certificates_that_fall_are_kept(tm
     assert json.loads((kept / "tables.json").read_text())["answer_to_patched"] == fallen.broken[0].attack.attacked_label
 
 
-def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hostile_ones(tmp_path):
+def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hostile_ones(tmp_path, monkeypatch):
     """In bf16 an image that is mostly white gets another label, by little: nothing like that is measured on."""
 
     class Hostile(nn.Module):
@@ -256,6 +256,9 @@ def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hosti
 
     white, black = Image.new("RGB", (28, 28), "white"), Image.new("RGB", (28, 28), "black")
     defense = pp.PatchCleanser(Hostile().eval(), MASKS, THREAT, engine=pp.Engine(precision="bf16"))
+    in_float32 = pp.PatchCleanser(Hostile().eval(), MASKS, THREAT)
+    monkeypatch.setattr("patchproof.runs._measure.MOST_COPIES", 128)
+    assert [measure_on_generated(d)[1].copies for d in (defense, in_float32)] == [128, 64]
     seen = []
     answers = pp.predict(defense, [white, black, tmp_path / "missing.png"], on_answer=seen.append)
     assert answers == seen

@@ -169,7 +169,8 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
         files += [standard_input()] if path == Path(STANDARD_INPUT) else runs.image_files(path)
     status = Console(stderr=True)
     classifier = open_classifier(settings)
-    defense = defense_for(settings, classifier)
+    bar = RunBar(status, "predict")
+    defense = defense_for(settings, classifier, bar)
     good: list[runs.Prediction] = []
 
     def show(answer: runs.Prediction | runs.Unusable) -> None:
@@ -183,7 +184,6 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
             first = {name: values.pop(name) for name in ("path", "label", "name")}
             sys.stdout.write(json.dumps(first | values.pop("remarks") | values, allow_nan=False) + "\n")
 
-    bar = RunBar(status, "predict")
     bar.begin(0, len(files))
     with bar.progress:
         found = runs.predict(defense, files, on_answer=show)
@@ -204,7 +204,7 @@ def standard_input() -> Image.Image:
     return picture
 
 
-def defense_for(settings: PredictSettings, classifier: Any) -> Any:
+def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
     if settings.like is not None:
@@ -224,7 +224,9 @@ def defense_for(settings: PredictSettings, classifier: Any) -> Any:
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
         if engine is None:
+            bar.console.print("measuring the margin that a label needs, on generated images", soft_wrap=True)
             engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
+            bar.begin(0, bar.total)  # no image's time
         return built.with_engine(engine)
 
     return lambda size: defense(max(size) < 64, (size,) if settings.threat_space == "native" else ())

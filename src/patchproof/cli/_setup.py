@@ -125,7 +125,10 @@ def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
         kind += f"-{settings.patches}patches" if settings.patches > 1 else ""
         space = "-native" if settings.threat_space == "native" else ""
-        networks = "+".join(Path(each).name for each in weight_names(weights)) + ("-mirror" if settings.mirror else "")
+        paths, same = map(Path, weight_names(weights)), f"train-{source.name}-{model}-"
+        trained = re.compile(r"checkpoint-(best|last)")  # every training has one, so its folder is named, too
+        names = (f"{p.parent.name}-{p.name}".removeprefix(same) if trained.fullmatch(p.name) else p.name for p in paths)
+        networks = "+".join(names) + ("-mirror" if settings.mirror else "")
         name += f"{networks}-{settings.patch}{masks}{kind}{space}"
     if command == "attack":
         plain, plan = AttackPlan(), part(settings, AttackPlan)

@@ -171,7 +171,8 @@ class RunBar(Bar):
         self.begin(tally.done, total)
 
     def add(self, record: Record) -> None:
-        self.words = " · ".join(f"{name} {percent(r.rate)}" for name, r in reversed(self.tally.rates().items()) if r.n)
+        found = reversed(self.tally.rates().items())
+        self.words = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
         self.at(self.tally.done, self.words)
 
     def step(self, step: int, steps: int) -> None:

@@ -54,8 +54,10 @@ def ls(what: str, pattern: str, settings: LsSettings) -> int:
         sys.stdout.write(json.dumps(shown if isinstance(shown, list) else table_values(shown)) + "\n")
         return 0
     console = Console()
+    if what == "runs" and console.measure(shown, options=console.options.update(width=1000)).maximum > console.width:
+        shown = [line for row in table_values(shown) for line in run_lines(row)]
     for one in shown if isinstance(shown, list) else [shown]:
-        console.print(one, highlight=None if isinstance(one, Table) else False)
+        console.print(one, highlight=None if isinstance(one, Table) else False, soft_wrap=not isinstance(one, Table))
     return 0
 
 
@@ -93,6 +95,13 @@ def runs_table(root: Path) -> Table:
     return table
 
 
+def run_lines(row: dict[str, str]) -> list[str]:
+    """A row that does not fit on a line: the run's name, whole, and below it what is known of it."""
+    name, *_, status = row.values()
+    values = [f"{head} {text}" for head, text in row.items() if text and head not in ("run", "status")]
+    return [f"[bold]{escape(name)}[/]", f"  {' · '.join([*values, escape(status)])}"]
+
+
 def _run_row(folder: Path) -> list[str]:
     nothing = [""] * (len(ACCURACIES) + 2)
     try:
@@ -108,6 +117,8 @@ def _run_row(folder: Path) -> list[str]:
         return [str(best.certified.n), *rates, interval_text(best.certified), status]
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
     planned = run.planned or len(run.records)
+    if not run.records and not (folder / "results.json").exists():
+        return [*nothing, f"stopped; 0 of {planned} done"]
     status = "complete" if len(run.good) == run.available else "partial"
     if len(run.records) < planned:
         status = f"stopped; {len(run.records)} of {planned} done"

@@ -25,7 +25,7 @@ from patchproof.models import ImageClassifier, match_labels
 from patchproof.report._content import outcomes
 from patchproof.report._figures import Picture, styled
 from patchproof.runs import Record, StoredCertification, preprocessing_for
-from patchproof.runs._reading import class_words, count_words, printable, shortened
+from patchproof.runs._reading import class_words, count_words, printable, shortened, shortened_name
 from patchproof.training import masking_strategy
 from patchproof.types import InputError, PatchproofError, Preprocessing, Size
 
@@ -273,7 +273,7 @@ def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: 
         figure = Figure(figsize=(1.25 * count + 0.3, 1.5 * len(strips) + 0.3), layout="constrained")
         grid = figure.subplots(len(strips), count, squeeze=False)
         for row, (name, images, captions) in zip(grid, strips, strict=True):
-            row[0].set_ylabel(shortened(printable(name), 22), fontsize=8)
+            row[0].set_ylabel(shortened_name(printable(name), 24), fontsize=8)
             if max(images.shape[2:]) > STRIP_SIDE:
                 images = functional.interpolate(images, size=(STRIP_SIDE,) * 2, mode="bilinear", antialias=True)
             for axes, image, caption in zip(row, images, captions, strict=True):

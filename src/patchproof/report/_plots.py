@@ -28,7 +28,7 @@ from patchproof.report._figures import (
 )
 from patchproof.report._paired import Comparison, Paired
 from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
-from patchproof.runs._reading import shortened
+from patchproof.runs._reading import shortened, shortened_name
 
 BINS = 24
 OUTER = 0.5
@@ -143,7 +143,7 @@ def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
             shown = {place + 0.12 * (number - 2): rates[name] for place, rates in enumerate(found) if name in rates}
             hollow = name.endswith("attacked")
             _points(axes, list(shown.values()), list(shown), label=words, number=number, hollow=hollow)
-        names = [f"{shortened(run.name, 24)}\n({run.guarantee})" for run in runs]
+        names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in runs]
         axes.set_yticks(range(len(runs)), names)
         axes.set(xlabel="images (%)", xlim=(-2, 102), ylim=(len(runs) - 0.4, -0.6))
 
@@ -182,7 +182,9 @@ def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
 def paired_picture(comparisons: Sequence[Comparison]) -> Picture:
     """Certified accuracy of each run against the baseline."""
     n = counts(c.certified.n for c in comparisons)
-    rows = [("/\n".join(shortened(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified) for c in comparisons]
+    rows = [
+        ("/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified) for c in comparisons
+    ]
     return _differences("paired", f"Certified, against the baseline, n = {n}", rows)
 
 
@@ -304,7 +306,7 @@ def _lines(
 
 
 def line_name(run: StoredTraining) -> str:
-    return shortened(run.name if run.strategy in run.name else f"{run.name} ({run.strategy})", 40)
+    return shortened_name(run.name if run.strategy in run.name else f"{run.name} ({run.strategy})", 40)
 
 
 def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
@@ -341,9 +343,9 @@ def _validation_picture(runs: Sequence[StoredTraining], name: str) -> Picture:
             at, rates = [float(epoch.epoch) for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
             error_line(axes, at, rates, label=line_name(run), number=number, of=len(runs))
         last = max(epoch.epoch for run in runs for epoch in run.epochs)
-        axes.set(xlabel="epoch", ylabel=f"{words}, % of validation images", xlim=(0.5, last + 0.5))
+        axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
         percent_axis(axes, every)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
     n = counts(rate.n for rate in every)
     alt = f"{name.capitalize()} accuracy on validation images after each epoch of {len(runs)} runs, 95% intervals."

@@ -49,7 +49,7 @@ def measure_tau(
         engine = replace(engine, precision="fp32", compile=False, batch_size=small)
     work = len(indices) * int(getattr(defense, "most_passes", len(masks)))
     copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
-    if engine.precision == "fp32" or (engine.precision == "auto" and device.type == "cpu"):
+    if _in_float32(engine, device):
         copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(masks) // SHARE))
     height, width = defense.threat.image_size
     wanted = max(FEWEST_COPIES, min(copies, CHECKED_FLOATS // (3 * height * width)))
@@ -71,7 +71,8 @@ def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
     channels = len(mask_colour(classifier) or (0.5,) * 3)
     images = generated_images(64, channels, defense.threat.image_size).to(device_of(defense))
     engine = getattr(defense, "engine", None) or Engine()
-    return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), MOST_COPIES)
+    copies = len(images) if _in_float32(engine, images.device) else MOST_COPIES
+    return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), copies)
 
 
 def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n c h w"]:
@@ -93,6 +94,10 @@ def _measured(defense: Any, engine: Engine, images: Tensor, copies: int, work: i
         level = logging.INFO if engine.precision == "auto" else logging.WARNING
         logging.getLogger("patchproof").log(level, remark + ("; compiled" if measured.compile else ""))
     return measured, drift
+
+
+def _in_float32(engine: Engine, device: torch.device) -> bool:
+    return engine.precision == "fp32" or (engine.precision == "auto" and device.type == "cpu")
 
 
 def _masks(defense: Any) -> Any:

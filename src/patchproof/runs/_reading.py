@@ -423,6 +423,12 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
+def shortened_name(name: str, longest: int) -> str:
+    """Without its middle: what tells runs apart is mostly at the end."""
+    head = longest // 3
+    return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
+
+
 def count_words(count: int, singular: str, plural: str) -> str:
     return f"{count:,} {singular if count == 1 else plural}"
 

@@ -249,7 +249,6 @@ def _manifest(
                 "images": f"{len(data.indices)} of {len(data.source)}",
                 "preprocessing": preprocessing_facts(data.preprocessing),
                 "plan": trainer.plan.describe(),
-                "skip_bad": data.skip_bad,
                 "device": accelerator.device.type,
                 "steps": trainer.total_steps,
             }
