@@ -31,7 +31,7 @@ class Windows:
 
     @property
     def sizes(self) -> Int64[Tensor, " a"]:
-        """|A(p)|."""
+        """How many cells each A(p) has."""
         return self.touched.sum(dim=1)
 
     @cached_property
