@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.defenses import IntervalBounds, assess
+from patchproof.defenses.ibp import quarters
 from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
@@ -89,40 +90,59 @@ def test_no_patch_moves_a_certified_answer_unless_the_window_is_one_pixel_too_sm
     assert fallen > 0
 
 
-def test_every_position_of_every_size_is_bounded_and_early_exit_changes_no_verdict(generator):
+def test_every_position_of_every_size_is_bounded_and_windows_change_no_verdict(generator):
     """Against one position at a time, in plain loops; whatever the batch."""
-    classifier, images = network(), torch.rand(5, 2, *SIZE, generator=generator)
+    classifier, images = network(), torch.rand(12, 2, *SIZE, generator=generator)
+    images = (images + 2 * torch.rand(12, 2, 1, 1, generator=generator)) / 3
     labels = classifier(images).argmax(dim=1)
-    expected = []
-    for image, label in zip(images.double(), labels.tolist(), strict=True):
-        bounds = {}
-        for height, width in THREAT.patch_sizes:
-            for top in range(SIZE[0] - height + 1):
-                for left in range(SIZE[1] - width + 1):
-                    lower, upper = image.clone(), image.clone()
-                    lower[:, top : top + height, left : left + width] = 0
-                    upper[:, top : top + height, left : left + width] = 1
-                    found = margin_bounds(classifier, lower[None], upper[None], torch.tensor([label]))[0].detach()
-                    bounds[top, left, height, width] = min(float(b) for c, b in enumerate(found) if c != label)
-        expected.append(bounds)
+
+    def bound(row: int, top: int, left: int, height: int, width: int) -> float:
+        lower, upper = images[row].double(), images[row].double()
+        lower[:, top : top + height, left : left + width] = 0
+        upper[:, top : top + height, left : left + width] = 1
+        found = margin_bounds(classifier, lower[None], upper[None], labels[row : row + 1])[0].detach()
+        return min(float(b) for c, b in enumerate(found) if c != int(labels[row]))
+
+    places = [
+        (top, left, height, width)
+        for height, width in THREAT.patch_sizes
+        for top in range(SIZE[0] - height + 1)
+        for left in range(SIZE[1] - width + 1)
+    ]
+    smallest = [min(bound(row, *place) for place in places) for row in range(len(images))]
     taken: dict[int, int] = {}
     for batch in (1, 7, 500):
-        found = assess(IntervalBounds(classifier, THREAT, engine=pp.Engine(batch_size=batch)), images, labels)
+        defense = IntervalBounds(classifier, THREAT, engine=pp.Engine(batch_size=batch))
+        found = assess(defense, images, labels)
         proof = found.certificates
-        for row, bounds in enumerate(expected):
-            worst = min(bounds, key=bounds.get)
-            assert bool(proof.certified[row]) == (bounds[worst] > 0)
-            assert float(proof.margin[row]) == pytest.approx(bounds[tuple(proof.evidence["worst.place"][row].tolist())])
+        assert proof.certified.tolist() == [value > 0 for value in smallest]
+        for row, value in enumerate(smallest):
+            place = tuple(proof.evidence["worst.place"][row].tolist())
+            assert float(proof.margin[row]) == pytest.approx(bound(row, *place))
             if proof.certified[row]:
-                assert float(proof.margin[row]) == pytest.approx(bounds[worst])
-                assert int(proof.forwards[row]) == len(bounds) == 8 * 6 + 7 * 7
+                assert float(proof.margin[row]) <= value + 1e-6
+            else:
+                assert place in places
             assert int(proof.evidence["worst.label"][row]) != int(labels[row])
             taken.setdefault(row, int(proof.forwards[row]))
-            assert int(proof.forwards[row]) == taken[row]
+            assert defense.fewest_passes <= int(proof.forwards[row]) == taken[row] <= defense.most_passes
         assert torch.equal(found.predictions, labels)
+    certified = [taken[row] for row, value in enumerate(smallest) if value > 0]
+    assert min(certified) < len(places) < max(certified)  # where windows are enough, and where they are not
     wrong = IntervalBounds(classifier, THREAT).certify(images, (labels + 1) % 3)
     assert not wrong.certified.any()
     assert (wrong.margin < 0).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 4), (3, 2), (7, 9)])
+def test_quarters_hold_every_position_once(size):
+    parts, singles = torch.tensor([(2, 3, *size, 2, 3)]), []
+    while len(parts):
+        single = (parts[:, 2:4] == 1).all(dim=1)
+        singles += [tuple(row[:2]) for row in parts[single].tolist()]
+        parts = quarters(parts[~single])
+        parts = parts[(parts[:, 2:4] > 0).all(dim=1)]
+    assert sorted(singles) == [(2 + row, 3 + column) for row in range(size[0]) for column in range(size[1])]
 
 
 def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 from patchproof.defenses._base import Certificates, Guarantee, device_of, require_one_patch
 from patchproof.defenses._table import BLOCK, require_labels
-from patchproof.geometry import PatchThreat, all_places, inside
+from patchproof.geometry import PatchThreat, inside
 from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
 from patchproof.settings import NoOptions
 from patchproof.types import Classifier, InputError
+
+TOGETHER = 4
+"""Positions per axis that one window proves at first."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class IntervalBounds:
     where pixels inside p range over [0, 1] and the others are those of x.
 
     `predict` is the argmax of the network, computed in float64, and the bounds are float64 intervals that contain that
-    computation's rounding errors by proof (`margin_bounds`): no τ is needed.
+    computation's rounding errors by proof (`margin_bounds`): no τ is needed. Positions are bounded together where that
+    is enough: a part of them is (first row, first column, rows, columns, height and width of the patch).
     """
 
     classifier: Any
@@ -57,10 +62,15 @@ class IntervalBounds:
             return self.engine.batch_size
         return max(1, default_batch(self.threat.image_size, device_of(self)) // 4)
 
-    @property
+    @cached_property
     def most_passes(self) -> int:
-        """Patch positions."""
-        return len(all_places(self.threat))
+        """All parts, down to single positions."""
+        parts, count = self.parts, 0
+        while len(parts):
+            count += len(parts)
+            parts = quarters(parts[(parts[:, 2:4] > 1).any(dim=1)])
+            parts = parts[(parts[:, 2:4] > 0).all(dim=1)]
+        return count
 
     @property
     def fewest_passes(self) -> int:
@@ -84,49 +94,81 @@ class IntervalBounds:
 
     @torch.no_grad()
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        """Bounds at every position, giving up on an image after a block of positions with a bound that is not positive.
-        Blocks double, as those of masked copies do: what an image takes does not change with the batch it came in.
+        """A positive bound on a window proves every patch inside it. A window without one is cut into four, down to
+        single positions; one of these without a positive bound, and the image is not certified.
 
-        A pass carries bounds from the pixels to the margins, for about twice the cost of a forward pass. `worst` is
-        the position and the other class with the smallest bound of those computed.
+        The most doubtful windows of each image come first, in blocks that double, as those of masked copies do: what an
+        image takes does not change with the batch it came in. A pass carries bounds from the pixels to the margins, for
+        about twice the cost of a forward pass. `worst` is the window of the smallest bound among those that decide, and
+        the other class; of an image that fails, it is a position.
         """
         require_images(images, self.threat.image_size)
         require_labels(labels, len(images))
-        labels = labels.to(images.device)
-        parts = zip(images.split(self.images_at_once), labels.split(self.images_at_once), strict=True)
-        found = [self._certified(*part) for part in parts]
-        bound, forwards, place, label = (torch.cat(values) for values in zip(*found, strict=True))
-        return Certificates(bound > 0, bound.float(), forwards, {"worst.place": place, "worst.label": label})
+        labels, count = labels.to(images.device), len(images)
+        require_classes(label_range(labels), self._logits(images[:1]).shape[1])
+        bound = torch.full((count,), torch.inf, dtype=torch.float64, device=images.device)
+        forwards, rival, place = torch.zeros_like(labels), torch.zeros_like(labels), labels.new_zeros(count, 4)
+        # A row for each open part of the positions: its image, the part, and a bound on what it is part of.
+        image = torch.arange(count, device=images.device).repeat_interleave(len(self.parts))
+        parts = self.parts.to(images.device).repeat(count, 1)
+        doubt = torch.arange(len(self.parts), device=images.device).double().repeat(count)
+        block = BLOCK
+        while len(image):
+            order = doubt.argsort(stable=True)
+            order = order[image[order].argsort(stable=True)]
+            image, parts, doubt = image[order], parts[order], doubt[order]
+            now = torch.arange(len(image), device=image.device) - torch.searchsorted(image, image) < block
+            rows, tried, windows = image[now], parts[now], windows_of(parts[now])
+            chunks = zip(rows.split(self.images_at_once), windows.split(self.images_at_once), strict=True)
+            margins = torch.cat([self._bounds(images[some], labels[some], window) for some, window in chunks])
+            least, other = margins.nan_to_num(nan=-torch.inf, posinf=torch.inf).min(dim=1)
+            forwards += rows.bincount(minlength=count)
+            proven, single = least > 0, (tried[:, 2:4] == 1).all(dim=1)
+            # The smallest bound of each image among those that decide, and where it is.
+            decisive = least.where(proven | single, torch.inf)
+            smallest = torch.full_like(bound, torch.inf).scatter_reduce(0, rows, decisive, "amin")
+            number = torch.arange(len(rows), device=rows.device)
+            at = torch.full_like(labels, len(rows)).scatter_reduce(
+                0, rows, number.where(decisive == smallest[rows], len(rows)), "amin"
+            )
+            found = torch.nonzero(smallest < bound)[:, 0]
+            bound[found], rival[found], place[found] = smallest[found], other[at[found]], windows[at[found]]
+            cut = ~proven & ~single
+            image = torch.cat([image[~now], rows[cut].repeat(4)])
+            parts = torch.cat([parts[~now], quarters(tried[cut])])
+            doubt = torch.cat([doubt[~now], least[cut].repeat(4)])
+            left = (bound[image] > 0) & (parts[:, 2:4] > 0).all(dim=1)
+            image, parts, doubt = image[left], parts[left], doubt[left]
+            block *= 2
+        return Certificates(bound > 0, bound.float(), forwards, {"worst.place": place, "worst.label": rival})
 
-    def _certified(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Smallest bound, passes, and the position and class it was found at, for images that fit into one pass."""
-        places = self._central_first().to(images.device)
-        bound = torch.full((len(images),), torch.inf, dtype=torch.float64, device=images.device)
-        forwards, label = torch.zeros_like(labels), torch.zeros_like(labels)
-        place = places.new_zeros(len(images), 4)
-        start, block = 0, BLOCK
-        while start < len(places) and len(alive := torch.nonzero(bound > 0)[:, 0]):
-            some = places[start : start + block]
-            parts = some.split(max(1, self.images_at_once // len(alive)))
-            margins = torch.cat([self._bounds(images[alive], labels[alive], part) for part in parts], dim=1)
-            worst, at = margins.flatten(1).min(dim=1)
-            better = ~(worst >= bound[alive])  # a bound that is no number proves nothing
-            rows, at = alive[better], at[better]
-            bound[rows], label[rows] = worst[better], at % margins.shape[2]
-            place[rows] = some[at // margins.shape[2]]
-            forwards[alive] += len(some)
-            start, block = start + block, 2 * block
-        return bound, forwards, place, label
+    @cached_property
+    def parts(self) -> Int64[Tensor, "n 6"]:
+        """What to begin with, central ones first, where a patch hides the object more often: a few positions alone, and
+        all of them in squares of `TOGETHER`."""
+        singles, squares = [], []
+        for height, width in dict.fromkeys(self.threat.patch_sizes):
+            rows, columns = self.threat.image_size[0] - height + 1, self.threat.image_size[1] - width + 1
+            singles += [(r, c, 1, 1, height, width) for r in range(rows) for c in range(columns)]
+            squares += [
+                (r, c, min(TOGETHER, rows - r), min(TOGETHER, columns - c), height, width)
+                for r in range(0, rows, TOGETHER)
+                for c in range(0, columns, TOGETHER)
+            ]
 
-    def _bounds(self, images: Tensor, labels: Tensor, places: Int64[Tensor, "p 4"]) -> Float[Tensor, "b p classes"]:
-        """Lower bounds of logit_y − logit_c with a patch at each of these places; ∞ for c = y."""
-        patch, exact = inside(places, self.threat.image_size), images.double()[:, None]
-        lower, upper = (torch.where(patch, value, exact).flatten(0, 1) for value in (0.0, 1.0))
-        about = labels.repeat_interleave(len(places))
+        def central_first(parts: Tensor) -> Tensor:
+            windows = windows_of(parts)
+            middle = 2 * windows[:, :2] + windows[:, 2:] - torch.tensor(self.threat.image_size)
+            return parts[middle.abs().sum(dim=1).argsort(stable=True)]
+
+        return torch.cat([central_first(torch.tensor(singles))[:BLOCK], central_first(torch.tensor(squares))])
+
+    def _bounds(self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]) -> Float[Tensor, "b classes"]:
+        """Lower bounds of logit_y − logit_c with any pixels inside the window of each image; ∞ for c = y."""
+        patch, exact = inside(windows, self.threat.image_size), images.double()
+        lower, upper = torch.where(patch, 0.0, exact), torch.where(patch, 1.0, exact)
         with evaluating(self.classifier):
-            require_classes(label_range(labels), self._logits(images[:1]).shape[1])
-            bounds = margin_bounds(self.classifier, lower, upper, about)
-        return bounds.scatter(1, about[:, None], torch.inf).unflatten(0, (len(images), len(places)))
+            return margin_bounds(self.classifier, lower, upper, labels).scatter(1, labels[:, None], torch.inf)
 
     def _logits(self, images: Tensor) -> Float[Tensor, "b classes"]:
         tensors = {**dict(self.classifier.named_parameters()), **dict(self.classifier.named_buffers())}
@@ -134,8 +176,17 @@ class IntervalBounds:
         with evaluating(self.classifier):
             return torch.func.functional_call(self.classifier, exact, (images.double(),))
 
-    def _central_first(self) -> Int64[Tensor, "p 4"]:
-        """Every position, those first that are likely to fail: a central patch hides the object more often."""
-        places = all_places(self.threat)
-        middle = 2 * places[:, :2] + places[:, 2:] - torch.tensor(self.threat.image_size)
-        return places[middle.abs().sum(dim=1).argsort(stable=True)]
+
+def windows_of(parts: Int64[Tensor, "n 6"]) -> Int64[Tensor, "n 4"]:
+    """The rectangles (top, left, height, width) that hold all patches of each part."""
+    return torch.cat([parts[:, :2], parts[:, 2:4] + parts[:, 4:] - 1], dim=1)
+
+
+def quarters(parts: Int64[Tensor, "n 6"]) -> Int64[Tensor, "4*n 6"]:
+    """Each part cut in two on both axes, all first quarters first; some are empty where a part is one position wide."""
+    start, size, patch = parts.split(2, dim=1)
+    half = (size + 1) // 2
+    found = []
+    for second in torch.tensor([(0, 0), (0, 1), (1, 0), (1, 1)], device=parts.device):
+        found.append(torch.cat([start + second * half, torch.where(second.bool(), size - half, half), patch], dim=1))
+    return torch.cat(found)
