@@ -104,7 +104,8 @@ def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(bl
     scores = step_scores(logits)
     assert set(scores.flatten().tolist()) == {0.0, 1.0}
     (slope,) = torch.autograd.grad(scores.sum(), logits, retain_graph=True)
-    torch.testing.assert_close(slope, logits.sigmoid() * (1 - logits.sigmoid()))
+    spread = logits.abs().mean()
+    torch.testing.assert_close(slope, (soft := (logits / spread).sigmoid()) * (1 - soft) / spread)
     margins = [slow_margins(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
     threat = pp.PatchThreat((10, 10), THREAT.patch_sizes)
     for sharpness in (8.0, 1e5):

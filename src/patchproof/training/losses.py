@@ -22,8 +22,12 @@ Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
 
 
 def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """1 where a logit is positive, else 0, with the gradient of a sigmoid (BagCert's local scores)."""
-    soft = logits.sigmoid()
+    """1 where a logit is positive, else 0, with the gradient of a sigmoid (BagCert's local scores).
+
+    The step is blind to the scale of the logits, so the sigmoid is as wide as they are spread: else most cells of a
+    network with large logits would get no gradient.
+    """
+    soft = (logits / logits.detach().abs().mean().clamp(min=torch.finfo(logits.dtype).tiny)).sigmoid()
     return (logits > 0).to(soft) + (soft - soft.detach())
 
 
@@ -38,7 +42,7 @@ class BagCertHinge:
 
     threat: PatchThreat
     target: float = 0.25
-    sharpness: float = 8.0
+    sharpness: float = 20.0
 
     def __call__(
         self,
