@@ -34,7 +34,7 @@ from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, 
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
 from patchproof.models import ImageClassifier, save_checkpoint, sealed
-from patchproof.models._bagnet import BagNet
+from patchproof.models._networks import BagNet
 from patchproof.runs import Record
 from small_model import fitted_checkpoint, fitted_classifier
 from test_defenses_patchcleanser import random_case

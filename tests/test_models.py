@@ -191,7 +191,7 @@ def test_a_module_may_say_what_hidden_pixels_mean(small: ImageClassifier) -> Non
     classifier, x, keep = wrap(Dropping(), num_classes=4, mean=(0.1, 0.2, 0.3)).eval(), images(2, 3, 8, 8), half_kept()
     changed = torch.where(keep, x, x.flip(0))
     assert torch.equal(classifier.masked(x, keep), classifier.masked(changed, keep))
-    assert torch.equal(classifier.masked(x, keep), classifier.module.masked(classifier.normalised(x), keep))
+    assert torch.equal(classifier.masked(x, keep), classifier.module.masked(classifier.prepared(x), keep))
     assert torch.allclose(classifier.masked(x, torch.ones_like(keep)), classifier(x))
     lowered = classifier.lowered(torch.bfloat16)
     assert lowered is not None

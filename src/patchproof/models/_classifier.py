@@ -23,7 +23,33 @@ Local = Callable[[Tensor], Tensor]
 """Images (b c h w) -> logits of every cell (b classes rows columns)."""
 
 
-class ImageClassifier(nn.Module):
+class Wrapped:
+    """What a network can do beside its logits, asked with images in [0, 1]; attributes are absent where it cannot."""
+
+    module: nn.Module
+    drop_tokens: bool
+    token_pass: TokenPass | None = None
+
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """The input of `module`."""
+        raise NotImplementedError
+
+    @property
+    def masked(self) -> Masked:
+        """(images, keep) -> logits by the module's own way to hide pixels."""
+        if self.drop_tokens:
+            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
+        hide: Any = self.module.masked  # AttributeError where there is none
+        return lambda images, keep: hide(self.prepared(images), keep)
+
+    @property
+    def local_logits(self) -> Local:
+        """Images -> logits of every cell (b classes rows columns)."""
+        local: Any = self.module.local_logits
+        return lambda images: local(self.prepared(images))
+
+
+class ImageClassifier(Wrapped, nn.Module):
     """F(x) = module((x - mean) / std): images in [0, 1] -> logits.
 
     `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
@@ -80,26 +106,12 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
-        return self.module(self.normalised(images))
+        return self.module(self.prepared(images))
 
-    def normalised(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.shift):
             raise InputError(f"expected images of {len(self.shift)} channels (b c h w), got {tuple(images.shape)}")
         return (images - self.mean[:, None, None]) / self.std[:, None, None]
-
-    @property
-    def masked(self) -> Masked:
-        """(images in [0, 1], keep) -> logits by the module's own way to hide pixels; only where it has one."""
-        if self.drop_tokens:
-            return lambda images, keep: masked_tokens(self.module, self.normalised(images), keep)
-        hide: Any = self.module.masked  # AttributeError where there is none
-        return lambda images, keep: hide(self.normalised(images), keep)
-
-    @property
-    def local_logits(self) -> Local:
-        """Images in [0, 1] -> logits of every cell (b classes rows columns); only where the module has such cells."""
-        local: Any = self.module.local_logits
-        return lambda images: local(self.normalised(images))
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
@@ -117,8 +129,8 @@ class ImageClassifier(nn.Module):
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and self._twins[key].network is not None:
                 self._twins[key].token_pass = compiled_pass(self._twins[key].network)
-        twin = self._twins[key].following(self.module)
-        return None if twin is None else Lowered(self, twin, dtype, token_pass=self._twins[key].token_pass)
+        network = self._twins[key].following(self.module)
+        return None if network is None else Lowered(self, network, dtype, self._twins[key].token_pass)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -130,38 +142,20 @@ class ImageClassifier(nn.Module):
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
-class Lowered:
-    """A classifier of the same kind, computed by `network`, the copy in `dtype`."""
+class Lowered(Wrapped):
+    """The classifier computed by `module`, a copy of its network in `dtype`."""
 
     def __init__(
-        self,
-        classifier: ImageClassifier,
-        network: nn.Module,
-        dtype: torch.dtype,
-        *,
-        token_pass: TokenPass | None = None,
+        self, classifier: ImageClassifier, module: nn.Module, dtype: torch.dtype, token_pass: TokenPass | None
     ) -> None:
-        self.fill, self.normalised, self.drop_tokens = classifier.fill, classifier.normalised, classifier.drop_tokens
-        self.network, self.dtype, self.token_pass = network, dtype, token_pass
+        self.original, self.module, self.dtype, self.token_pass = classifier, module, dtype, token_pass
+        self.fill, self.drop_tokens = classifier.fill, classifier.drop_tokens
+
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        return self.original.prepared(images).to(self.dtype)
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return self.network(self.normalised(images).to(self.dtype))
-
-    @property
-    def masked(self) -> Masked:
-        """As in ImageClassifier."""
-        if self.drop_tokens:
-            return lambda images, keep: masked_tokens(
-                self.network, self.normalised(images).to(self.dtype), keep, self.token_pass
-            )
-        hide: Any = self.network.masked
-        return lambda images, keep: hide(self.normalised(images).to(self.dtype), keep)
-
-    @property
-    def local_logits(self) -> Local:
-        """As in ImageClassifier."""
-        local: Any = self.network.local_logits
-        return lambda images: local(self.normalised(images).to(self.dtype))
+        return self.module(self.prepared(images))
 
 
 def adopt(
