@@ -200,21 +200,18 @@ def load_groups(
         labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
         return Batch(good, images, labels, list(bad.values()))
 
-    def batches() -> Iterator[Batch]:
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-        queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
-        try:
-            for group in groups:
-                unknown = group if kept is None else kept.unknown(group)
-                queue.append((group, {index: pool.submit(load, index) for index in unknown}))
-                if len(queue) > ahead:
-                    yield collect(*queue.popleft())
-            while queue:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
+    queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
+    try:
+        for group in groups:
+            unknown = group if kept is None else kept.unknown(group)
+            queue.append((group, {index: pool.submit(load, index) for index in unknown}))
+            if len(queue) > ahead:
                 yield collect(*queue.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    return batches()
+        while queue:
+            yield collect(*queue.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Decoded:

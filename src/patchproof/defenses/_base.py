@@ -258,7 +258,7 @@ class MaskedDefense(EvaluatedDefense):
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
         except InputError:  # masks of one's own need not form a grid
-            masks = self.masks.numbers
+            masks = self.masks.rects
         return {
             "name": self.name,
             "guarantee": self.guarantee,

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import comb, isqrt, prod
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ Box = tuple[Size, range, range]
 """A patch size, and the tops and lefts of its positions."""
 
 
-@dataclass(frozen=True, order=True)
-class Rect:
+class Rect(NamedTuple):
     """Rows [top, top + height), columns [left, left + width)."""
 
     top: int
@@ -250,18 +249,11 @@ class MaskSet:
         """The different rectangles that the masks are made of."""
         return tuple(dict.fromkeys(rect for part in self.parts for rect in part))
 
-    @property
-    def numbers(self) -> list[Any]:
-        """`rects` as JSON: four numbers per rectangle, a list of rectangles for a union."""
-        lists = [[[r.top, r.left, r.height, r.width] for r in part] for part in self.parts]
-        return [rects[0] if isinstance(mask, Rect) else rects for mask, rects in zip(self.rects, lists, strict=True)]
-
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a pixel stays visible."""
         most = max(map(len, self.parts))
         padded = [part + part[:1] * (most - len(part)) for part in self.parts]
-        places = torch.tensor([[(r.top, r.left, r.height, r.width) for r in part] for part in padded], device=device)
-        return ~inside(places, self.image_size)
+        return ~inside(torch.tensor(padded, device=device), self.image_size)
 
     @cached_property
     def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:

@@ -113,15 +113,10 @@ def wrap_timm(
     """A module made by timm, with the settings that timm wrote onto it."""
     cfg: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
     interpolation = cfg.get("interpolation", "bicubic")
-
-    def per_channel(values: Sequence[float]) -> tuple[float, ...]:
-        """A number of channels that timm has no values for takes their average."""
-        return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
-
     return ImageClassifier(
         module,
-        mean=per_channel(cfg["mean"]),
-        std=per_channel(cfg["std"]),
+        mean=per_channel(cfg["mean"], channels),
+        std=per_channel(cfg["std"], channels),
         input_size=input_size or tuple(cfg["input_size"][1:]),
         num_classes=int(getattr(module, "num_classes", cfg["num_classes"])),
         interpolation=interpolation if interpolation in get_args(Interpolation) else "bicubic",
@@ -131,19 +126,21 @@ def wrap_timm(
     )
 
 
+def per_channel(values: Sequence[float], channels: int | None) -> tuple[float, ...]:
+    """The values; for a number of channels that there are no values for, their average."""
+    return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
+
+
 def build_network(
     name: str, *, num_classes: int | None = None, input_size: Size | None = None, channels: int | None = None
 ) -> ImageClassifier:
     """One of `NETWORKS` with fresh weights, normalised for the images it is made for."""
     known, channels, classes = NETWORKS[name], channels or 3, num_classes or 10
     size = input_size or known.input_size
-    mean, std = known.mean, known.std
-    if channels != len(mean):
-        mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
     classifier = ImageClassifier(
         known.make(classes, channels=channels, **({"input_size": size} if known.sized else {})),
-        mean=mean,
-        std=std,
+        mean=per_channel(known.mean, channels),
+        std=per_channel(known.std, channels),
         input_size=size,
         num_classes=classes,
         interpolation="bilinear",
