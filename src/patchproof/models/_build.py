@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
-from patchproof.models._networks import NETWORKS
-from patchproof.models._state import State, failure, first_line, load_state, read_state
+from patchproof.models._files import State, failure, first_line, load_state, read_state
+from patchproof.models._networks import NETWORKS, is_own
 from patchproof.types import InputError, Interpolation, Size
 
-# Arguments of timm.create_model that decide where weights are read from: never taken from a file.
-RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 
@@ -221,11 +219,6 @@ def require_runs(classifier: ImageClassifier) -> int:
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise InputError(f"{classifier.architecture} must give logits (b classes) for images of {wanted}, got {got}")
     return logits.shape[1]
-
-
-def is_own(model: str) -> bool:
-    """Whether a model is named by a factory rather than by an architecture."""
-    return ":" in model
 
 
 def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | None = None) -> ImageClassifier:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.models._tokens import TokenPass, compiled_pass, masked_tokens, token_size
-from patchproof.models._twin import Twin
+from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
 Masked = Callable[[Tensor, Tensor], Tensor]
@@ -30,9 +31,9 @@ class Wrapped:
     drop_tokens: bool
     token_pass: TokenPass | None = None
 
+    @abstractmethod
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """The input of `module`."""
-        raise NotImplementedError
 
     @property
     def masked(self) -> Masked:
@@ -124,7 +125,7 @@ class ImageClassifier(Wrapped, nn.Module):
         None where the network cannot be converted; autocast may still run it.
         """
         key = dtype, compiled
-        if key not in self._twins or not self._twins[key].resembles(self.module):
+        if key not in self._twins or self._twins[key].structure != structure_of(self.module):
             shape = len(self.shift), *self.input_size
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and self._twins[key].network is not None:
@@ -158,20 +159,12 @@ class Lowered(Wrapped):
         return self.module(self.prepared(images))
 
 
-def adopt(
-    module: nn.Module,
-    *,
-    input_size: Size,
-    num_classes: int,
-    class_names: Sequence[str] | None = None,
-    channels: int = 3,
-) -> ImageClassifier:
+def adopt(module: nn.Module, *, input_size: Size, num_classes: int, channels: int = 3) -> ImageClassifier:
     """An ImageClassifier as it is; any other module wrapped with mean 0 and std 1, so that it sees the same pixels."""
     if isinstance(module, ImageClassifier):
         return module
     mean, std, fill = (0.0,) * channels, (1.0,) * channels, getattr(module, "fill", (0.5,) * channels)
-    classes: dict[str, Any] = {"num_classes": num_classes, "class_names": class_names}
-    return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, **classes)
+    return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, num_classes=num_classes)
 
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
@@ -244,9 +237,8 @@ def weights_sha256(classifier: Classifier) -> str | None:
     None where a classifier is no nn.Module, so that its weights are unknown.
     """
     if isinstance(classifier, ImageClassifier):
-        beside = {"(mean)": classifier.mean, "(std)": classifier.std}
-        beside |= {"(drop tokens)": torch.tensor(True)} if classifier.drop_tokens else {}
-        return state_sha256(classifier.module.state_dict() | beside)
+        state = classifier.module.state_dict()
+        return network_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts: list[Any] = [weights_sha256(member) for member in members]
@@ -255,6 +247,12 @@ def weights_sha256(classifier: Classifier) -> str | None:
         parts += [[n, colour] for n, colour in own if colour != members[n].shift]
         return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
+
+
+def network_sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor, *, drop_tokens: bool) -> str:
+    """Of an ImageClassifier with these tensors and settings."""
+    beside = {"(mean)": mean, "(std)": std} | ({"(drop tokens)": torch.tensor(True)} if drop_tokens else {})
+    return state_sha256({**state, **beside})
 
 
 def state_sha256(state: Mapping[str, Tensor]) -> str:

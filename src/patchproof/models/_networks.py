@@ -3,6 +3,7 @@ start from but `small`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +46,9 @@ class Residual(nn.Module):
 
     head: nn.Linear
 
+    @abstractmethod
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
-        raise NotImplementedError
+        """The last feature maps, of normalised images."""
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of normalised images."""
@@ -218,3 +220,8 @@ NETWORKS: Mapping[str, Network] = {
     },
 }
 """Names that `load_classifier` knows beside timm's."""
+
+
+def is_own(model: str) -> bool:
+    """Whether a model is named by a factory (`file.py:factory`) rather than by an architecture."""
+    return ":" in model

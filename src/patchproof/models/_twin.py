@@ -55,7 +55,7 @@ class Twin:
             try:
                 network = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
                 pairs, last, expected = _trace(network, images)
-                twin = cls(network, _structure(module), mine=dict(network.named_modules()))
+                twin = cls(network, structure_of(module), mine=dict(network.named_modules()))
 
                 def unchanged(some: list[tuple[str, str]]) -> bool:
                     twin.scaled = some
@@ -73,16 +73,12 @@ class Twin:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, AssertionError, ValueError, AttributeError, LookupError):
-                return cls(None, _structure(module))  # e.g. float32 constants of its own
+                return cls(None, structure_of(module))  # e.g. float32 constants of its own
         if compiled:
             network.compile(dynamic=False)
             if hide is not None:
                 network.masked = torch.compile(hide, dynamic=False)  # type: ignore[assignment, arg-type]
         return twin
-
-    def resembles(self, module: nn.Module) -> bool:
-        """Is it still a copy of this network, but for its weights?"""
-        return self.structure == _structure(module)
 
     def following(self, module: nn.Module) -> nn.Module | None:
         """The twin, with the weights that `module` has now."""
@@ -208,7 +204,7 @@ def _own(part: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
 
 
-def _structure(module: nn.Module) -> Structure:
+def structure_of(module: nn.Module) -> Structure:
     return tuple((id(part), type(part).__name__, len(_own(part))) for part in _parts(module))
 
 
