@@ -8,6 +8,8 @@ from patchproof.geometry._masks import (
     PatchThreat,
     Rect,
     Rects,
+    Uncovered,
+    Unions,
     covering_masks,
     inside,
     parse_patches,
@@ -18,6 +20,7 @@ from patchproof.geometry._masks import (
     whole_size,
 )
 from patchproof.geometry._native import (
+    Placement,
     native_footprint,
     native_threat,
     nearest_sources,
@@ -40,8 +43,11 @@ __all__ = [
     "Fields",
     "MaskSet",
     "PatchThreat",
+    "Placement",
     "Rect",
     "Rects",
+    "Uncovered",
+    "Unions",
     "Windows",
     "all_places",
     "as_places",
