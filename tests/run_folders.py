@@ -45,7 +45,7 @@ def manifest(*, count: int, available: int | None = None, **changes: Any) -> dic
         "data": {"name": "pets", "split": "all", "images": available or count, "class_names": classes},
         "masks": {
             "image_size": [side, side],
-            "rects": masks.numbers,
+            "rects": masks.rects,
         },
         "tau": {"fast": 0.0, "fp32": 1e-4},
         "device": "cpu",

@@ -109,7 +109,7 @@ def raise_the_threat(plugin, images, count):
     return Patched(torch.ones_like(images), (EVERYWHERE,) * 2, count, count)
 
 
-HALF = SimpleNamespace(top=1.5, left=1, height=3, width=2)
+HALF = pp.Rect(1.5, 1, 3, 2)
 REFUSED = {
     "a pixel outside": (paint(pp.Rect(1, 1, 3, 3)), "3 pixels outside .* were changed, e.g. row 1, column 3"),
     "everywhere": (paint(EVERYWHERE), "74 pixels outside"),

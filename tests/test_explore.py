@@ -34,7 +34,7 @@ from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, 
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
 from patchproof.models import ImageClassifier, save_checkpoint, sealed
-from patchproof.models._bagnet import BagNet
+from patchproof.models._networks import BagNet
 from patchproof.runs import Record
 from small_model import fitted_checkpoint, fitted_classifier
 from test_defenses_patchcleanser import random_case
@@ -363,7 +363,7 @@ def test_names_cannot_break_the_page(explorer):
     names = {i: f'<script>alert("{i}")</script>\x07${{x}}' for i in range(10)}
     evil = Explorer(explorer.defense, explorer.preprocessing, "x", names, explorer.source, explorer.records)
     page = ExplorerPage(evil)
-    changes = page.opened(None, None)
+    changes = page.of_kind(None, None, "all")
     shown = changes[page.shown]
     changes |= page.made(None, shown, DEFENDED, 0, 0, 3, None) | page.turned(None, shown, "all")
     html = "".join(str(value) for place, value in changes.items() if place is not page.shown)
@@ -467,7 +467,7 @@ def test_images_that_are_gone_leave_a_note_and_other_masks_another(certified, tm
     assert (len(other.masks), other.defense.threat.patch_sizes) == (1, ((4, 4),))
     assert "records are about the run's own patch of 5×5" in other.notices[-1]
     page = ExplorerPage(other)
-    assert re.search(r"\bmask 1\b", page.opened(None, None)[page.verdict])
+    assert re.search(r"\bmask 1\b", page.of_kind(None, None, "all")[page.verdict])
 
 
 @NEEDS_GRADIO

@@ -20,9 +20,7 @@ from patchproof.data import preprocess
 from patchproof.geometry import (
     MaskSet,
     PatchThreat,
-    Placement,
     Rect,
-    Uncovered,
     covering_masks,
     native_footprint,
     native_threat,
@@ -344,17 +342,6 @@ def test_unions_of_four_are_counted_once(patch, per_axis, count):
     assert masks.axes == covering_masks(threat_of(224, patch), per_axis=per_axis).axes
 
 
-def test_uncovered_is_a_sequence():
-    found = MaskSet((5, 4), (Rect(0, 0, 5, 3),)).uncovered(PatchThreat((5, 4), ((4, 2),)))
-    assert list(found) == [found[0], found[1]] == found[:] == [Rect(0, 2, 4, 2), Rect(1, 2, 4, 2)]
-    assert found[-1] == Rect(1, 2, 4, 2)
-    assert Rect(1, 2, 4, 2) in found
-    assert Rect(1, 1, 4, 2) not in found
-    assert repr(found) == "<2 uncovered patch positions>"
-    with pytest.raises(IndexError):
-        found[2]
-
-
 def test_uncovered_of_a_huge_image_is_counted_without_a_list():
     n = 100_000
     threat = PatchThreat((n, n), ((17_321, 17_321), (10, 20)))
@@ -365,20 +352,12 @@ def test_uncovered_of_a_huge_image_is_counted_without_a_list():
     found = half.uncovered(PatchThreat((n, n), ((10, 20),)))
     assert found
     assert len(found) == n // 2 * (n - 20 + 1)  # tops from n/2 − 9 to n − 10, every left
-    assert repr(found) == "<4999050000 uncovered patch positions>"
     assert list(islice(found, 2)) == [Rect(n // 2 - 9, 0, 10, 20), Rect(n // 2 - 9, 1, 10, 20)]
 
 
-def test_one_uncovered_position_is_found_without_a_list(monkeypatch):
+def test_one_uncovered_position_is_found_without_a_list():
     found = MaskSet((100_000, 100_000), (Rect(0, 0, 1, 1),)).uncovered(threat_of(100_000, 3))
-    everything = Uncovered.__iter__
-
-    def at_most_ten(self):
-        yield from islice(everything(self), 10)
-        raise AssertionError("more than ten positions were listed")
-
-    monkeypatch.setattr(Uncovered, "__iter__", at_most_ten)
-    assert found[0] == Rect(0, 0, 3, 3)
+    assert next(iter(found)) == Rect(0, 0, 3, 3)
 
 
 def test_a_patch_size_given_twice_is_one_threat():
@@ -554,8 +533,8 @@ def test_crop_is_cut_where_torchvision_cuts_it():
 
 
 def test_an_exact_resize_and_no_resize_are_taken_as_they_are():
-    assert placement(Preprocessing((8, 20)), (5, 7)) == Placement((8, 20), 0, 0, (8, 20))
-    assert placement(Preprocessing(None), (5, 7)) == Placement((5, 7), 0, 0, (5, 7))
+    assert placement(Preprocessing((8, 20)), (5, 7)) == ((8, 20), 0, 0, (8, 20))
+    assert placement(Preprocessing(None), (5, 7)) == ((5, 7), 0, 0, (5, 7))
 
 
 @pytest.mark.parametrize(("native", "resized"), [((30, 50), (44, 73)), ((50, 30), (116, 70)), ((40, 60), (46, 70))])

@@ -31,7 +31,7 @@ from patchproof.cli._sources import known_settings, read_config_file
 from patchproof.data import MAX_PIXELS, decode
 from patchproof.masking import Measured
 from patchproof.models import load_checkpoint, load_classifier, save_checkpoint, sealed
-from patchproof.models._state import read_state
+from patchproof.models._files import read_state
 from patchproof.runs import Record, RunFolder, Tally, read_runs
 from patchproof.runs._manifest import stored_engine
 from patchproof.runs._train import TrainingLog

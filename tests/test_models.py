@@ -21,9 +21,8 @@ from patchproof.masking import Ensemble, Mirror, assembled
 from patchproof.models import (
     ImageClassifier,
     _build,
-    _checkpoint,
+    _files,
     _load,
-    _state,
     adopt,
     checkpoint_architecture,
     checkpoint_sha256,
@@ -191,7 +190,7 @@ def test_a_module_may_say_what_hidden_pixels_mean(small: ImageClassifier) -> Non
     classifier, x, keep = wrap(Dropping(), num_classes=4, mean=(0.1, 0.2, 0.3)).eval(), images(2, 3, 8, 8), half_kept()
     changed = torch.where(keep, x, x.flip(0))
     assert torch.equal(classifier.masked(x, keep), classifier.masked(changed, keep))
-    assert torch.equal(classifier.masked(x, keep), classifier.module.masked(classifier.normalised(x), keep))
+    assert torch.equal(classifier.masked(x, keep), classifier.module.masked(classifier.prepared(x), keep))
     assert torch.allclose(classifier.masked(x, torch.ones_like(keep)), classifier(x))
     lowered = classifier.lowered(torch.bfloat16)
     assert lowered is not None
@@ -494,7 +493,7 @@ def test_old_files_may_lack_batch_counts_and_a_networks_own_prefix_stays(
 ) -> None:
     state = {name: t for name, t in small.state_dict().items() if "num_batches" not in name}
     assert weights_sha256(load_classifier("small", save_state(tmp_path / "w.pt", state))) == weights_sha256(small)
-    assert list(_state.strip_prefixes({"module.a": torch.zeros(1)}, {"module.a": None})) == ["module.a"]
+    assert list(_files.strip_prefixes({"module.a": torch.zeros(1)}, {"module.a": None})) == ["module.a"]
 
 
 class Evil:
@@ -706,7 +705,7 @@ def fail_halfway(place: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "failure", "message"),
     [
-        (_checkpoint, "_to_disk", full_disk, "no space left"),
+        (_files, "_to_disk", full_disk, "no space left"),
         (Path, "rename", refuse_new, "refused"),
         (None, "", None, "no state"),
     ],

@@ -17,8 +17,8 @@ from patchproof.models import (
     save_checkpoint,
     weights_sha256,
 )
-from patchproof.models._bagnet import BagNet, large_blocks
 from patchproof.models._classifier import seeded
+from patchproof.models._networks import BagNet, large_blocks
 from patchproof.types import InputError
 
 
@@ -108,6 +108,6 @@ def test_local_logits_normalise_and_lower_like_logits():
     classifier = load_classifier("bagnet5", "random", seed=2)
     x = images(2)
     with torch.inference_mode():
-        assert torch.equal(classifier.local_logits(x), classifier.module.local_logits(classifier.normalised(x)))
+        assert torch.equal(classifier.local_logits(x), classifier.module.local_logits(classifier.prepared(x)))
         lowered = classifier.lowered(torch.bfloat16)
         torch.testing.assert_close(lowered.local_logits(x).float(), classifier.local_logits(x), atol=0.05, rtol=0.05)

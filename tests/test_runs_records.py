@@ -14,6 +14,7 @@ from scipy.special import bdtr, bdtrc
 from patchproof.models import sealed
 from patchproof.runs import AttackFindings, Rate, Record, RunFolder, Tally, rates, write_atomically
 from patchproof.runs._folder import checked_prefix
+from patchproof.runs._reading import _lines
 from patchproof.types import CheckError, InputError
 
 MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "defense": {"masks": [1, 2]}}}
@@ -128,7 +129,8 @@ def test_a_last_line_cut_short_is_repaired_by_the_process_that_has_the_folder_an
     folder.records_path.write_bytes(whole[:left])
     before = contents(folder)
     finished = [record(0), record(1)][:kept]
-    assert folder.records(repair=False) == finished
+    read, notices = _lines(folder.records_path, Record.parse, folder.sums_path)  # as reports do
+    assert (read, notices) == (finished, ["the last line of records.jsonl is cut short and left out"])
     assert contents(folder) == before
     assert folder.records() == finished
     folder.append(lines(record(0), record(1))[kept:])

@@ -55,7 +55,7 @@ class AttentionMasked(nn.Module):
 
     def masked(self, images, keep):
         vit = self.classifier.module
-        tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(self.classifier.normalised(images))))
+        tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(self.classifier.prepared(images))))
         height, width = vit.patch_embed.patch_size
         grid = keep.unflatten(2, (-1, height)).unflatten(4, (-1, width)).any(dim=5).any(dim=3).flatten(1)
         seen = torch.cat([torch.ones(len(images), tokens.shape[1] - grid.shape[1], dtype=torch.bool), grid], dim=1)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import patchproof as pp
 from patchproof.data import ArraySource, iterate_batches
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
-from patchproof.models._bagnet import BagNet
 from patchproof.models._classifier import seeded
-from patchproof.models._small import AblatedResNet
+from patchproof.models._networks import AblatedResNet, BagNet
 from patchproof.training import STRATEGIES, masking_strategy
 from patchproof.training.loop import flip_and_shift
 from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores

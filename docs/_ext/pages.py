@@ -23,8 +23,10 @@ def choose_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, optio
     """Whether to leave a member out; None for autodoc's own choice.
 
     A name that `patchproof` itself has is described there, not again with its module. A public method is shown also
-    where its signature says everything, and it has no docstring.
+    where its signature says everything, and it has no docstring; the fields of a NamedTuple are in its signature.
     """
+    if type(obj).__name__ == "_tuplegetter":
+        return True
     if what == "module":
         elsewhere = app.env.docname != "reference/api/patchproof"
         return True if elsewhere and name in patchproof.__all__ else None

@@ -135,12 +135,12 @@ def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
         return Tensor.clone(Tensor.detach(part))
 
     def plain_rect(rect: Any) -> Rect:
-        return Rect(*map(operator.index, (rect.top, rect.left, rect.height, rect.width)))
+        return Rect(*map(operator.index, rect))
 
     try:
         images, passes, queries = map(copied, (found.images, found.passes, found.queries))
         places = tuple(
-            plain_rect(place) if hasattr(place, "top") else tuple(map(plain_rect, place)) for place in found.places
+            plain_rect(place) if isinstance(place, Rect) else tuple(map(plain_rect, place)) for place in found.places
         )
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error

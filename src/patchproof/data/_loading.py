@@ -71,7 +71,7 @@ def output_size(preprocessing: Preprocessing) -> Size | None:
 
 
 def default_preprocessing(
-    source: ImageSource | bool,
+    low_resolution: bool,
     input_size: Size,
     *,
     interpolation: Interpolation = "bicubic",
@@ -79,12 +79,10 @@ def default_preprocessing(
 ) -> Preprocessing:
     """Low-resolution images uncropped to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
 
-    `source` is an image source, or whether the images are of low resolution. For an oblong input, images cover
-    ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋, whatever their own aspect.
+    For an oblong input, images cover ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋, whatever their own aspect.
     """
     if not 0 < crop_pct <= 1:
         raise InputError(f"crop_pct is the share of the shorter side that is kept, 0 < crop_pct <= 1, not {crop_pct:g}")
-    low_resolution = source if isinstance(source, bool) else source.low_resolution
     if low_resolution:
         return Preprocessing(resize=input_size, crop=None, interpolation=interpolation)
     height, width = (floor(side / crop_pct) for side in input_size)
@@ -200,21 +198,18 @@ def load_groups(
         labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
         return Batch(good, images, labels, list(bad.values()))
 
-    def batches() -> Iterator[Batch]:
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-        queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
-        try:
-            for group in groups:
-                unknown = group if kept is None else kept.unknown(group)
-                queue.append((group, {index: pool.submit(load, index) for index in unknown}))
-                if len(queue) > ahead:
-                    yield collect(*queue.popleft())
-            while queue:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
+    queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
+    try:
+        for group in groups:
+            unknown = group if kept is None else kept.unknown(group)
+            queue.append((group, {index: pool.submit(load, index) for index in unknown}))
+            if len(queue) > ahead:
                 yield collect(*queue.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    return batches()
+        while queue:
+            yield collect(*queue.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Decoded:

@@ -62,20 +62,12 @@ def open_dataset(
     if dataset in _KNOWN:
         return _open_named(dataset, Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
-    if folder.is_dir():
-        return _open_folder(folder, split)
-    nearest = get_close_matches(dataset.lower(), DATASETS, n=1, cutoff=0)[0]
-    raise InputError(
-        f"unknown dataset {dataset!r}: no such folder, and not one of {', '.join(DATASETS)}; "
-        f"did you mean {nearest!r}? A folder of class folders is also accepted"
-    )
-
-
-def has_class_folders(folder: Path) -> bool:
-    return folder.is_dir() and bool(class_folders(folder))
-
-
-def _open_folder(folder: Path, split: str | None) -> FolderSource:
+    if not folder.is_dir():
+        nearest = get_close_matches(dataset.lower(), DATASETS, n=1, cutoff=0)[0]
+        raise InputError(
+            f"unknown dataset {dataset!r}: no such folder, and not one of {', '.join(DATASETS)}; "
+            f"did you mean {nearest!r}? A folder of class folders is also accepted"
+        )
     name = folder.resolve().name
     for candidate in _with_alias(split or "test"):
         if has_class_folders(folder / candidate):
@@ -90,6 +82,10 @@ def _open_folder(folder: Path, split: str | None) -> FolderSource:
         if any(has_class_folders(folder / inside / split) for split in _USUAL_SPLITS):
             raise InputError(f"{str(folder)!r} holds data sets, not classes; choose one, e.g. {folder / inside}")
     return open_class_folders(folder, name=name, split="all")
+
+
+def has_class_folders(folder: Path) -> bool:
+    return folder.is_dir() and bool(class_folders(folder))
 
 
 def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool) -> ImageSource:

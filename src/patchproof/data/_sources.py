@@ -128,20 +128,20 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
 
 def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
-    above = _ids_from_root_up(root)
+    above = _from_root_up(root)
     folders = (Path(entry.path) for entry in _visible(root))
-    return tuple(folder.name for folder in folders if folder.is_dir() and _folder_id(folder) not in above)
+    return tuple(folder.name for folder in folders if folder.is_dir() and Path(os.path.realpath(folder)) not in above)
 
 
 def _images(root: Path, class_name: str) -> Iterator[str]:
     """Each real folder once, so that links that form a loop end, and none that leads out of the class upwards."""
-    seen, pending = _ids_from_root_up(root), [class_name]
+    seen, pending = _from_root_up(root), [class_name]
     while pending:
         inside = pending.pop()
-        identity = _folder_id(root / inside)
-        if identity in seen:
+        real = Path(os.path.realpath(root / inside))
+        if real in seen:
             continue
-        seen.add(identity)
+        seen.add(real)
         for entry in _visible(root / inside):
             linked = Path(entry.path) if entry.is_symlink() else None  # asked of a loop of links, `entry` would raise
             if (linked or entry).is_dir():
@@ -161,14 +161,9 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
         raise InputError(f"cannot list the folder {str(folder)!r}: {error.strerror}") from error
 
 
-def _folder_id(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
-
-
-def _ids_from_root_up(root: Path) -> set[tuple[int, int]]:
-    real = root.resolve()
-    return {_folder_id(folder) for folder in (real, *real.parents)}
+def _from_root_up(root: Path) -> set[Path]:
+    real = Path(os.path.realpath(root))
+    return {real, *real.parents}
 
 
 @dataclass(frozen=True, eq=False)

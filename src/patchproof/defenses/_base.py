@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.defenses._table import BLOCK, MaskTable
-from patchproof.geometry import Fields, MaskSet, PatchThreat, Uncovered
+from patchproof.geometry import Fields, MaskSet, PatchThreat
 from patchproof.masking import (
     Engine,
     Evaluator,
@@ -223,7 +223,7 @@ class MaskedDefense(EvaluatedDefense):
         mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
-            what = "patch positions" if isinstance(missed, Uncovered) else "pairs of patch positions"
+            what = "patch positions" if self.threat.patches == 1 else "pairs of patch positions"
             raise InputError(
                 f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
@@ -258,7 +258,7 @@ class MaskedDefense(EvaluatedDefense):
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
         except InputError:  # masks of one's own need not form a grid
-            masks = self.masks.numbers
+            masks = self.masks.rects
         return {
             "name": self.name,
             "guarantee": self.guarantee,

@@ -139,7 +139,7 @@ class ExplorerPage:
     def connect(self) -> None:
         shown, where = self.shown, [self.shown, self.kind, self.number]
         for listener, handler, given in (
-            (self.blocks.load, self.opened, [shown]),
+            (self.blocks.load, self.of_kind, [shown, self.kind]),
             (self.cards.click, self.picked, [shown]),
             (self.own.upload, self.dropped, [shown, self.own]),
         ):
@@ -211,9 +211,6 @@ class ExplorerPage:
             self.answer: draw.message(explain(rounds, explorer.name)) + draw.message(promise),
             self.rounds: draw.rounds_view(explorer, patched, rounds),
         }
-
-    def opened(self, event: Any, shown: Selection | None) -> Changes:
-        return self.of_image(self.explorer.pick(self.explorer.records[0], shown)) if self.explorer.records else {}
 
     def picked(self, event: Any, shown: Selection | None) -> Changes:
         found = [record for record in self.explorer.records if str(record.index) == event.pick]

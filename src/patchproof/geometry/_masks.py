@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, product
-from math import comb, isqrt
+from math import comb, isqrt, prod
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from patchproof.types import InputError, Size
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
 
+Box = tuple[Size, range, range]
+"""A patch size, and the tops and lefts of its positions."""
 
-@dataclass(frozen=True, order=True)
-class Rect:
+
+class Rect(NamedTuple):
     """Rows [top, top + height), columns [left, left + width)."""
 
     top: int
@@ -162,58 +164,34 @@ class PatchThreat:
         return f"{'one patch' if self.patches == 1 else 'two patches'} of {size_words(*self.patch_sizes)} pixels"
 
 
-class Uncovered(Sequence[Rect]):
-    """The patch positions that no mask hides, counted by arithmetic and listed only when asked for."""
+class Uncovered:
+    """The patch positions that no mask hides; of two patches, the pairs of them in no order. Counted by arithmetic.
 
-    def __init__(self, boxes: Sequence[tuple[Size, Interval, Interval]]) -> None:
-        self._boxes = tuple(boxes)  # (patch size, tops, lefts): disjoint boxes of positions
+    A box stands for every position in it; a pair of boxes, or of one with itself, for every pair of their positions.
+    """
 
-    def __len__(self) -> int:
-        return sum((bottom - top) * (right - left) for _, (top, bottom), (left, right) in self._boxes)
-
-    def __iter__(self) -> Iterator[Rect]:
-        for (height, width), tops, lefts in self._boxes:
-            for top, left in product(range(*tops), range(*lefts)):
-                yield Rect(top, left, height, width)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        chosen = range(len(self))[index]
-        if isinstance(chosen, range):
-            return [self[i] for i in chosen]
-        for (height, width), (top, bottom), (left, right) in self._boxes:
-            row, column = divmod(chosen, right - left)
-            if row < bottom - top:
-                return Rect(top + row, left + column, height, width)
-            chosen -= (bottom - top) * (right - left)
-        raise IndexError(index)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} uncovered patch positions>"
-
-
-class UncoveredPairs(Collection[tuple[Rect, Rect]]):
-    """The pairs of patch positions, in no order, that no mask hides together; counted by arithmetic."""
-
-    def __init__(self, cells: Sequence[Uncovered], hidden: Bool[np.ndarray, "n cells"]) -> None:
-        self._cells = cells
-        self._missed: list[tuple[int, int]] = []  # a cell, and a cell that is not before it
-        for first in range(len(cells)):
-            missed = ~hidden[hidden[:, first]].any(axis=0)
-            self._missed += [(first, first + int(other)) for other in np.flatnonzero(missed[first:])]
+    def __init__(self, missed: Sequence[tuple[Box, ...]]) -> None:
+        self._missed = missed
 
     def __len__(self) -> int:
-        sizes = [len(cell) for cell in self._cells]
-        return sum(sizes[a] * (sizes[b] if a != b else sizes[a] + 1) // (1 + (a == b)) for a, b in self._missed)
+        total = 0
+        for boxes in self._missed:
+            counts = [len(tops) * len(lefts) for _, tops, lefts in boxes]
+            total += prod(counts) if len(set(boxes)) == len(boxes) else comb(counts[0] + 1, 2)
+        return total
 
-    def __iter__(self) -> Iterator[tuple[Rect, Rect]]:
-        for a, b in self._missed:
-            if a == b:
-                yield from combinations_with_replacement(self._cells[a], 2)
+    def __iter__(self) -> Iterator[Rects]:
+        def positions(box: Box) -> Iterator[Rect]:
+            size, tops, lefts = box
+            return (Rect(*at, *size) for at in product(tops, lefts))
+
+        for boxes in self._missed:
+            if len(boxes) == 1:
+                yield from positions(boxes[0])
+            elif boxes[0] == boxes[1]:
+                yield from combinations_with_replacement(positions(boxes[0]), 2)
             else:
-                yield from product(self._cells[a], self._cells[b])
-
-    def __contains__(self, pair: object) -> bool:
-        return any(pair in (found, found[::-1]) for found in self)
+                yield from product(*map(positions, boxes))
 
 
 @dataclass(frozen=True)
@@ -271,18 +249,11 @@ class MaskSet:
         """The different rectangles that the masks are made of."""
         return tuple(dict.fromkeys(rect for part in self.parts for rect in part))
 
-    @property
-    def numbers(self) -> list[Any]:
-        """`rects` as JSON: four numbers per rectangle, a list of rectangles for a union."""
-        lists = [[[r.top, r.left, r.height, r.width] for r in part] for part in self.parts]
-        return [rects[0] if isinstance(mask, Rect) else rects for mask, rects in zip(self.rects, lists, strict=True)]
-
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a pixel stays visible."""
         most = max(map(len, self.parts))
         padded = [part + part[:1] * (most - len(part)) for part in self.parts]
-        places = torch.tensor([[(r.top, r.left, r.height, r.width) for r in part] for part in padded], device=device)
-        return ~inside(places, self.image_size)
+        return ~inside(torch.tensor(padded, device=device), self.image_size)
 
     @cached_property
     def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:
@@ -295,23 +266,27 @@ class MaskSet:
                 cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
         return rows, columns, cells
 
-    def uncovered(self, threat: PatchThreat) -> Uncovered | UncoveredPairs:
+    def uncovered(self, threat: PatchThreat) -> Uncovered:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering; of two patches, the pairs (r, r′)."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
         # A mask hides a patch that touches no visible cell. Which cells it touches changes only where one of its sides
         # crosses an edge, so its top-left corners fall into boxes that are hidden as a whole or not at all.
         rows, columns, cells = self._cells
-        boxes: list[tuple[Size, Interval, Interval]] = []
-        hidden: list[Bool[np.ndarray, "n boxes"]] = []
+        boxes: list[Box] = []
+        hidden_parts: list[Bool[np.ndarray, "n boxes"]] = []
         for height, width in dict.fromkeys(threat.patch_sizes):
             (tops, down), (lefts, across) = _touches(rows, height), _touches(columns, width)
-            hidden.append((down @ (~cells).astype(np.float32) @ across.T == 0).reshape(len(self), -1))
-            boxes += [((height, width), y, x) for y, x in product(pairwise(tops), pairwise(lefts))]
-        if threat.patches == 2:
-            return UncoveredPairs([Uncovered([box]) for box in boxes], np.concatenate(hidden, axis=1))
-        missed = np.flatnonzero(~np.concatenate(hidden, axis=1).any(axis=0))
-        return Uncovered([boxes[number] for number in missed])
+            hidden_parts.append((down @ (~cells).astype(np.float32) @ across.T == 0).reshape(len(self), -1))
+            boxes += [((height, width), range(*y), range(*x)) for y, x in product(pairwise(tops), pairwise(lefts))]
+        hidden = np.concatenate(hidden_parts, axis=1)
+        if threat.patches == 1:
+            return Uncovered([(boxes[number],) for number in np.flatnonzero(~hidden.any(axis=0))])
+        missed: list[tuple[Box, ...]] = []
+        for first, box in enumerate(boxes):
+            together = hidden[hidden[:, first]].any(axis=0)
+            missed += [(box, other) for other, both in zip(boxes[first:], together[first:], strict=True) if not both]
+        return Uncovered(missed)
 
     @cached_property
     def axes(self) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from patchproof.geometry._masks import PatchThreat, Rect
 from patchproof.types import InputError, Interpolation, Preprocessing, Size
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Resize to `resized` (height, width), then cut `size` out at (`top`, `left`)."""
 
     resized: Size

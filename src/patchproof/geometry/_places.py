@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry._masks import PatchThreat, Rect, Rects, rects_of
+from patchproof.geometry._masks import PatchThreat, Rect, Rects
 from patchproof.types import InputError
 
 MOST_PAIRS = 1 << 22
@@ -27,8 +27,7 @@ def as_rects(places: Int64[Tensor, "p *k 4"]) -> tuple[Rects, ...]:
 
 def as_places(*shapes: Rects) -> Int64[Tensor, "p *k 4"]:
     """The opposite of `as_rects`."""
-    rows = torch.tensor([[(r.top, r.left, r.height, r.width) for r in rects_of(shape)] for shape in shapes])
-    return rows[:, 0] if isinstance(shapes[0], Rect) else rows
+    return torch.tensor(shapes)
 
 
 def every_pair(places: Int64[Tensor, "p 4"]) -> Int64[Tensor, "q 2 4"]:

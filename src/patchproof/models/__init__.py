@@ -2,16 +2,6 @@
 
 from patchproof.models._bounds import margin_bounds, passable_layers
 from patchproof.models._build import list_models, wordnet_words
-from patchproof.models._checkpoint import (
-    SEAL,
-    checkpoint_architecture,
-    checkpoint_sha256,
-    file_sha256,
-    is_whole,
-    save_checkpoint,
-    sealed,
-    settled,
-)
 from patchproof.models._classifier import (
     ImageClassifier,
     adopt,
@@ -20,6 +10,18 @@ from patchproof.models._classifier import (
     match_labels,
     rewrap,
     weights_sha256,
+)
+from patchproof.models._files import (
+    SEAL,
+    checkpoint_architecture,
+    checkpoint_sha256,
+    failure,
+    file_sha256,
+    is_whole,
+    save_checkpoint,
+    sealed,
+    settled,
+    write_state,
 )
 from patchproof.models._load import (
     EMBEDDED,
@@ -32,7 +34,6 @@ from patchproof.models._load import (
     replace_head,
 )
 from patchproof.models._networks import NETWORKS
-from patchproof.models._state import failure, write_state
 from patchproof.models._twin import fingerprint, rounded
 
 __all__ = [

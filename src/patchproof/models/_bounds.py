@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -124,34 +125,26 @@ def _passed(layer: nn.Module, x: Interval, *, rounding: bool) -> Interval:
         terms = kernel**2 if isinstance(kernel, int) else kernel[0] * kernel[1]
     elif isinstance(layer, nn.Conv2d | nn.Linear):
         weight, bias = _weight_and_bias(layer, x.middle)
-        out = Interval(_affine(layer, x.middle, weight, bias), _affine(layer, x.radius, weight.abs(), None))
+        affine: Any = functional.linear
+        if isinstance(layer, nn.Conv2d):
+            how = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation, "groups": layer.groups}
+            affine = partial(functional.conv2d, **how)  # type: ignore[arg-type]
+        out = Interval(affine(x.middle, weight, bias), affine(x.radius, weight.abs()))
         terms, norm, offset = weight[0].numel(), weight.abs().flatten(1).sum(dim=1), bias.abs()
-    else:
-        scale, centre, shift = _scaling(layer, x.middle)
+    else:  # a normalisation, (x − centre)·scale + shift
+        norms, dtype = cast(Any, layer), x.middle.dtype
+        if isinstance(layer, Normalisation):
+            centre, scale = norms.mean.to(dtype), 1 / norms.std.to(dtype)
+        else:
+            centre, scale = norms.running_mean.to(dtype), (norms.running_var.to(dtype) + norms.eps).rsqrt()
+        shift = torch.zeros_like(centre)
+        if getattr(layer, "affine", False):
+            scale, shift = scale * norms.weight.to(dtype), norms.bias.to(dtype)
         shape = -1, *[1] * (x.middle.ndim - 2)
         middle = (x.middle - centre.view(shape)) * scale.view(shape) + shift.view(shape)
         out = Interval(middle, x.radius * scale.abs().view(shape))
         norm, offset = scale.abs(), centre.abs() * scale.abs() + shift.abs()
     return out.widened(_gamma(terms, x.middle) * (norm * x.size + offset)) if rounding else out
-
-
-def _affine(layer: nn.Conv2d | nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if isinstance(layer, nn.Linear):
-        return functional.linear(x, weight, bias)
-    return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
-
-
-def _scaling(layer: nn.Module, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor, centre and shift of a normalisation: (x − centre)·factor + shift."""
-    if isinstance(layer, Normalisation):
-        mean = layer.mean.to(like.dtype)
-        return 1 / layer.std.to(like.dtype), mean, torch.zeros_like(mean)
-    assert isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d)
-    mean, variance = layer.running_mean.to(like.dtype), layer.running_var.to(like.dtype)  # type: ignore[union-attr]
-    scale = (variance + layer.eps).rsqrt()
-    if not layer.affine:
-        return scale, mean, torch.zeros_like(mean)
-    return scale * layer.weight.to(like.dtype), mean, layer.bias.to(like.dtype)
 
 
 def _weight_and_bias(layer: nn.Conv2d | nn.Linear, like: Tensor) -> tuple[Tensor, Tensor]:

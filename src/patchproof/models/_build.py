@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
-from patchproof.models._networks import NETWORKS
-from patchproof.models._state import State, failure, first_line, load_state, read_state
+from patchproof.models._files import State, failure, first_line, load_state, read_state
+from patchproof.models._networks import NETWORKS, is_own
 from patchproof.types import InputError, Interpolation, Size
 
-# Arguments of timm.create_model that decide where weights are read from: never taken from a file.
-RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 WORDNET_ID = re.compile(r"n\d{8}")
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 
@@ -113,15 +111,10 @@ def wrap_timm(
     """A module made by timm, with the settings that timm wrote onto it."""
     cfg: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
     interpolation = cfg.get("interpolation", "bicubic")
-
-    def per_channel(values: Sequence[float]) -> tuple[float, ...]:
-        """A number of channels that timm has no values for takes their average."""
-        return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
-
     return ImageClassifier(
         module,
-        mean=per_channel(cfg["mean"]),
-        std=per_channel(cfg["std"]),
+        mean=per_channel(cfg["mean"], channels),
+        std=per_channel(cfg["std"], channels),
         input_size=input_size or tuple(cfg["input_size"][1:]),
         num_classes=int(getattr(module, "num_classes", cfg["num_classes"])),
         interpolation=interpolation if interpolation in get_args(Interpolation) else "bicubic",
@@ -131,19 +124,21 @@ def wrap_timm(
     )
 
 
+def per_channel(values: Sequence[float], channels: int | None) -> tuple[float, ...]:
+    """The values; for a number of channels that there are no values for, their average."""
+    return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
+
+
 def build_network(
     name: str, *, num_classes: int | None = None, input_size: Size | None = None, channels: int | None = None
 ) -> ImageClassifier:
     """One of `NETWORKS` with fresh weights, normalised for the images it is made for."""
     known, channels, classes = NETWORKS[name], channels or 3, num_classes or 10
     size = input_size or known.input_size
-    mean, std = known.mean, known.std
-    if channels != len(mean):
-        mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
     classifier = ImageClassifier(
         known.make(classes, channels=channels, **({"input_size": size} if known.sized else {})),
-        mean=mean,
-        std=std,
+        mean=per_channel(known.mean, channels),
+        std=per_channel(known.std, channels),
         input_size=size,
         num_classes=classes,
         interpolation="bilinear",
@@ -224,11 +219,6 @@ def require_runs(classifier: ImageClassifier) -> int:
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise InputError(f"{classifier.architecture} must give logits (b classes) for images of {wanted}, got {got}")
     return logits.shape[1]
-
-
-def is_own(model: str) -> bool:
-    """Whether a model is named by a factory rather than by an architecture."""
-    return ":" in model
 
 
 def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | None = None) -> ImageClassifier:

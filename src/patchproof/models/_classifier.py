@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchproof.models._tokens import TokenPass, compiled_pass, masked_tokens, token_size
-from patchproof.models._twin import Twin
+from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
 Masked = Callable[[Tensor, Tensor], Tensor]
@@ -23,7 +24,33 @@ Local = Callable[[Tensor], Tensor]
 """Images (b c h w) -> logits of every cell (b classes rows columns)."""
 
 
-class ImageClassifier(nn.Module):
+class Wrapped:
+    """What a network can do beside its logits, asked with images in [0, 1]; attributes are absent where it cannot."""
+
+    module: nn.Module
+    drop_tokens: bool
+    token_pass: TokenPass | None = None
+
+    @abstractmethod
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """The input of `module`."""
+
+    @property
+    def masked(self) -> Masked:
+        """(images, keep) -> logits by the module's own way to hide pixels."""
+        if self.drop_tokens:
+            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
+        hide: Any = self.module.masked  # AttributeError where there is none
+        return lambda images, keep: hide(self.prepared(images), keep)
+
+    @property
+    def local_logits(self) -> Local:
+        """Images -> logits of every cell (b classes rows columns)."""
+        local: Any = self.module.local_logits
+        return lambda images: local(self.prepared(images))
+
+
+class ImageClassifier(Wrapped, nn.Module):
     """F(x) = module((x - mean) / std): images in [0, 1] -> logits.
 
     `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
@@ -80,26 +107,12 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
-        return self.module(self.normalised(images))
+        return self.module(self.prepared(images))
 
-    def normalised(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.shift):
             raise InputError(f"expected images of {len(self.shift)} channels (b c h w), got {tuple(images.shape)}")
         return (images - self.mean[:, None, None]) / self.std[:, None, None]
-
-    @property
-    def masked(self) -> Masked:
-        """(images in [0, 1], keep) -> logits by the module's own way to hide pixels; only where it has one."""
-        if self.drop_tokens:
-            return lambda images, keep: masked_tokens(self.module, self.normalised(images), keep)
-        hide: Any = self.module.masked  # AttributeError where there is none
-        return lambda images, keep: hide(self.normalised(images), keep)
-
-    @property
-    def local_logits(self) -> Local:
-        """Images in [0, 1] -> logits of every cell (b classes rows columns); only where the module has such cells."""
-        local: Any = self.module.local_logits
-        return lambda images: local(self.normalised(images))
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
@@ -112,13 +125,13 @@ class ImageClassifier(nn.Module):
         None where the network cannot be converted; autocast may still run it.
         """
         key = dtype, compiled
-        if key not in self._twins or not self._twins[key].resembles(self.module):
+        if key not in self._twins or self._twins[key].structure != structure_of(self.module):
             shape = len(self.shift), *self.input_size
             self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and self._twins[key].network is not None:
                 self._twins[key].token_pass = compiled_pass(self._twins[key].network)
-        twin = self._twins[key].following(self.module)
-        return None if twin is None else Lowered(self, twin, dtype, token_pass=self._twins[key].token_pass)
+        network = self._twins[key].following(self.module)
+        return None if network is None else Lowered(self, network, dtype, self._twins[key].token_pass)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -130,54 +143,28 @@ class ImageClassifier(nn.Module):
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
-class Lowered:
-    """A classifier of the same kind, computed by `network`, the copy in `dtype`."""
+class Lowered(Wrapped):
+    """The classifier computed by `module`, a copy of its network in `dtype`."""
 
     def __init__(
-        self,
-        classifier: ImageClassifier,
-        network: nn.Module,
-        dtype: torch.dtype,
-        *,
-        token_pass: TokenPass | None = None,
+        self, classifier: ImageClassifier, module: nn.Module, dtype: torch.dtype, token_pass: TokenPass | None
     ) -> None:
-        self.fill, self.normalised, self.drop_tokens = classifier.fill, classifier.normalised, classifier.drop_tokens
-        self.network, self.dtype, self.token_pass = network, dtype, token_pass
+        self.original, self.module, self.dtype, self.token_pass = classifier, module, dtype, token_pass
+        self.fill, self.drop_tokens = classifier.fill, classifier.drop_tokens
+
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        return self.original.prepared(images).to(self.dtype)
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return self.network(self.normalised(images).to(self.dtype))
-
-    @property
-    def masked(self) -> Masked:
-        """As in ImageClassifier."""
-        if self.drop_tokens:
-            return lambda images, keep: masked_tokens(
-                self.network, self.normalised(images).to(self.dtype), keep, self.token_pass
-            )
-        hide: Any = self.network.masked
-        return lambda images, keep: hide(self.normalised(images).to(self.dtype), keep)
-
-    @property
-    def local_logits(self) -> Local:
-        """As in ImageClassifier."""
-        local: Any = self.network.local_logits
-        return lambda images: local(self.normalised(images).to(self.dtype))
+        return self.module(self.prepared(images))
 
 
-def adopt(
-    module: nn.Module,
-    *,
-    input_size: Size,
-    num_classes: int,
-    class_names: Sequence[str] | None = None,
-    channels: int = 3,
-) -> ImageClassifier:
+def adopt(module: nn.Module, *, input_size: Size, num_classes: int, channels: int = 3) -> ImageClassifier:
     """An ImageClassifier as it is; any other module wrapped with mean 0 and std 1, so that it sees the same pixels."""
     if isinstance(module, ImageClassifier):
         return module
     mean, std, fill = (0.0,) * channels, (1.0,) * channels, getattr(module, "fill", (0.5,) * channels)
-    classes: dict[str, Any] = {"num_classes": num_classes, "class_names": class_names}
-    return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, **classes)
+    return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, num_classes=num_classes)
 
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
@@ -250,9 +237,8 @@ def weights_sha256(classifier: Classifier) -> str | None:
     None where a classifier is no nn.Module, so that its weights are unknown.
     """
     if isinstance(classifier, ImageClassifier):
-        beside = {"(mean)": classifier.mean, "(std)": classifier.std}
-        beside |= {"(drop tokens)": torch.tensor(True)} if classifier.drop_tokens else {}
-        return state_sha256(classifier.module.state_dict() | beside)
+        state = classifier.module.state_dict()
+        return network_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts: list[Any] = [weights_sha256(member) for member in members]
@@ -261,6 +247,12 @@ def weights_sha256(classifier: Classifier) -> str | None:
         parts += [[n, colour] for n, colour in own if colour != members[n].shift]
         return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
+
+
+def network_sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor, *, drop_tokens: bool) -> str:
+    """Of an ImageClassifier with these tensors and settings."""
+    beside = {"(mean)": mean, "(std)": std} | ({"(drop tokens)": torch.tensor(True)} if drop_tokens else {})
+    return state_sha256({**state, **beside})
 
 
 def state_sha256(state: Mapping[str, Tensor]) -> str:

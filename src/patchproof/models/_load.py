@@ -16,19 +16,23 @@ import torch
 
 from patchproof.geometry import whole_size
 from patchproof.models import _build
-from patchproof.models._build import ZOO, build_network, build_timm, is_own, split_name, tags_of, trained_class_names
-from patchproof.models._checkpoint import WEIGHTS, checkpoint_architecture, read_record, read_weights, settled
+from patchproof.models._build import ZOO, build_network, build_timm, split_name, tags_of, trained_class_names
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
-from patchproof.models._networks import NETWORKS
-from patchproof.models._state import (
+from patchproof.models._files import (
     SUFFIXES,
+    WEIGHTS,
+    checkpoint_architecture,
     first_line,
     head_classes,
     load_state,
     other_classes,
+    read_record,
     read_state,
+    read_weights,
     require_finite,
+    settled,
 )
+from patchproof.models._networks import NETWORKS, is_own
 from patchproof.types import InputError, PatchproofError, Size
 
 HUB_PREFIX = re.compile(r"hf[-_]hub:")

@@ -3,21 +3,160 @@ start from but `small`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
 
-from patchproof.models._bagnet import BagNet, large_blocks, small_blocks
-from patchproof.models._small import RESNET18, AblatedResNet, SmallResNet
 from patchproof.types import Size
 
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FASHION_MEAN, FASHION_STD = (0.286,) * 3, (0.353,) * 3
+RESNET18 = (64, 128, 256, 512)
+
+Block = tuple[int, int, int]
+"""Of a BagNet: width, kernel of its first convolution, stride."""
+
+
+def conv_norm(inputs: int, outputs: int, *, kernel: int, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """relu(x + f(x)) with f two convolutions, of 3x3 each; a 1x1 convolution on x where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int, kernels: tuple[int, int] = (3, 3)) -> None:
+        super().__init__()
+        self.first = conv_norm(inputs, outputs, kernel=kernels[0], stride=stride)
+        self.second = conv_norm(outputs, outputs, kernel=kernels[1])
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else conv_norm(inputs, outputs, kernel=1, stride=stride)
+
+    def forward(self, features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h2 w2"]:
+        return functional.relu(self.shortcut(features) + self.second(functional.relu(self.first(features))))
+
+
+class Residual(nn.Module):
+    """Feature maps, their mean over positions, one linear layer; the methods on `head` have timm's names."""
+
+    head: nn.Linear
+
+    @abstractmethod
+    def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
+        """The last feature maps, of normalised images."""
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Logits of normalised images."""
+        return self.head(self.features(images).mean(dim=(2, 3)))
+
+    def get_classifier(self) -> nn.Linear:
+        return self.head
+
+    def reset_classifier(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.head.in_features, num_classes)
+
+
+class SmallResNet(Residual):
+    """A 3x3 stem, then stages of two basic blocks (He et al. 2016): `small`, which trains in a minute on two CPU cores.
+
+    With the widths 64 to 512 and a stem of stride 1 it is the ResNet-18 for images of 32 pixels.
+    """
+
+    def __init__(
+        self, num_classes: int = 10, *, channels: int = 3, widths: Sequence[int] = (16, 32, 64), stride: int = 2
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.stem = conv_norm(channels, widths[0], kernel=3, stride=stride)
+        stages = []
+        for inputs, outputs in zip((widths[0], *widths), widths, strict=False):
+            first = BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2)
+            stages.append(nn.Sequential(first, BasicBlock(outputs, outputs, stride=1)))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(widths[-1], num_classes)
+        # A third faster on CPUs: every convolution then keeps its output in this layout.
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
+        return self.stages(functional.relu(self.stem(images)))
+
+
+class AblatedResNet(SmallResNet):
+    """A residual network that sees [x, 1 - x] with zeros where a pixel is hidden, so that hidden differs from black
+    (Levine & Feizi 2020). Its images are in [0, 1]: it is wrapped with mean 0 and std 1."""
+
+    def __init__(self, num_classes: int = 10, *, channels: int = 3, widths: Sequence[int] = RESNET18) -> None:
+        super().__init__(num_classes, channels=2 * channels, widths=widths, stride=1)
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Logits of images without hidden pixels."""
+        return super().forward(torch.cat([images, 1 - images], dim=1))
+
+    def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
+        """Logits of what `keep` leaves visible."""
+        return super().forward(torch.cat([images, 1 - images], dim=1).where(keep, 0))
+
+
+class BagNet(Residual):
+    """A residual network of 1x1 convolutions with a few k×k ones (Brendel & Bethge 2019), so that each cell of its last
+    feature map sees a small square of the image and nothing else.
+
+    Logits are the mean of the local logits, computed as the logits of the mean: the last layer is linear. All
+    convolutions pad with zeros: cells at the border see less.
+    """
+
+    def __init__(self, num_classes: int = 10, *, channels: int = 3, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        widths = [blocks[0][0], *(width for width, _, _ in blocks)]
+        self.stem = conv_norm(channels, widths[0], kernel=3)
+        self.blocks = nn.Sequential(
+            *(
+                BasicBlock(inputs, width, stride=stride, kernels=(kernel, 1))
+                for inputs, (width, kernel, stride) in zip(widths, blocks, strict=False)
+            )
+        )
+        self.head = nn.Linear(widths[-1], num_classes)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
+        return self.blocks(functional.relu(self.stem(images)))
+
+    @property
+    def receptive_field(self) -> tuple[int, int, int]:
+        """(size, stride, offset): cell (r, q) sees rows offset + r·stride … + size − 1, columns likewise with q."""
+        size, stride, offset = 1, 1, 0
+        # The longest path from the image to a cell; shortcuts see part of what it sees.
+        parts: list[Any] = [self.stem, *(part for block in self.blocks for part in (block.first, block.second))]
+        for convolution, _ in parts:
+            size += (convolution.kernel_size[0] - 1) * stride
+            offset -= convolution.padding[0] * stride
+            stride *= convolution.stride[0]
+        return size, stride, offset
+
+    def local_logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes rows columns"]:
+        """Logits of every cell, of normalised images."""
+        return self.head(self.features(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def small_blocks(field: int) -> list[Block]:
+    """For images of 32 pixels: one cell per pixel, which sees field×field pixels (odd, at least 3)."""
+    return [(96, 3, 1)] * ((field - 3) // 2) + [(256, 1, 1)] * 4
+
+
+def large_blocks(field: int) -> list[Block]:
+    """For images of 224 pixels: one cell for 8×8 pixels, which sees 17×17 or 33×33, as in the paper."""
+    return [
+        block
+        for width, kernel, stride in ((128, 3, 2), (256, 3, 2), (512, 3, 2), (512, 3 if field == 33 else 1, 1))
+        for block in ((width, kernel, stride), (width, 1, 1))
+    ]
 
 
 class IntervalNetwork(nn.Sequential):
@@ -37,11 +176,9 @@ class IntervalNetwork(nn.Sequential):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def get_classifier(self) -> nn.Module:
-        """The last layer (timm's name for it)."""
         return self[-1]
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Put a fresh last layer for `num_classes` in place (timm's name for it)."""
         self.num_classes = num_classes
         self[-1] = nn.Linear(512, num_classes)
 
@@ -56,17 +193,20 @@ def small_vit(num_classes: int = 10, *, channels: int = 3, input_size: Size = (3
 
 @dataclass(frozen=True)
 class Network:
-    """How to make one: `make(num_classes, channels=…)`, with `input_size=…` too if it is made for one size."""
+    """How to make one: `make(num_classes, channels=…)`, with `input_size=…` too if it is made for one size.
+
+    Mean and std are those of the images it is for, by default CIFAR-10's.
+    """
 
     make: Callable[..., nn.Module]
     input_size: Size = (32, 32)
-    mean: tuple[float, ...] = CIFAR_MEAN
-    std: tuple[float, ...] = CIFAR_STD
+    mean: tuple[float, ...] = (0.4914, 0.4822, 0.4465)
+    std: tuple[float, ...] = (0.2470, 0.2435, 0.2616)
     sized: bool = False
 
 
 NETWORKS: Mapping[str, Network] = {
-    "small": Network(SmallResNet, (28, 28), FASHION_MEAN, FASHION_STD),
+    "small": Network(SmallResNet, (28, 28), (0.286,) * 3, (0.353,) * 3),
     "resnet18_32": Network(partial(SmallResNet, widths=RESNET18, stride=1)),
     "resnet18_ablated": Network(AblatedResNet, mean=(0.0,) * 3, std=(1.0,) * 3),
     "vit_patch4_32": Network(small_vit, sized=True),
@@ -74,9 +214,14 @@ NETWORKS: Mapping[str, Network] = {
     **{f"bagnet{field}": Network(partial(BagNet, blocks=small_blocks(field))) for field in (5, 7, 9, 11, 13, 17)},
     **{
         f"bagnet{field}_224": Network(
-            partial(BagNet, blocks=large_blocks(field)), (224, 224), IMAGENET_MEAN, IMAGENET_STD
+            partial(BagNet, blocks=large_blocks(field)), (224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
         )
         for field in (17, 33)
     },
 }
 """Names that `load_classifier` knows beside timm's."""
+
+
+def is_own(model: str) -> bool:
+    """Whether a model is named by a factory (`file.py:factory`) rather than by an architecture."""
+    return ":" in model

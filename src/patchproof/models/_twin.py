@@ -50,43 +50,35 @@ class Twin:
     def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
         exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether scaling is
         with torch.inference_mode(False), torch.no_grad(), exact:
-            twin = cls._made(module, dtype, input_shape)
-        if twin.network is not None and compiled:
-            twin.network.compile(dynamic=False)
-            if hasattr(twin.network, "masked"):
-                twin.network.masked = torch.compile(twin.network.masked, dynamic=False)  # type: ignore[assignment, arg-type]
+            device = next((t.device for t in _tensors(module)), torch.device("cpu"))
+            images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
+            try:
+                network = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
+                pairs, last, expected = _trace(network, images)
+                twin = cls(network, structure_of(module), mine=dict(network.named_modules()))
+
+                def unchanged(some: list[tuple[str, str]]) -> bool:
+                    twin.scaled = some
+                    twin.follow(module, trial=torch.Generator().manual_seed(0))
+                    return bool((network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax())
+
+                twin.scaled = pairs if unchanged(pairs) else [pair for pair in pairs if unchanged([pair])]
+                twin.follow(module)
+                _convert(network, dtype, twin.mine[last] if last else None)
+                twin.follow(module)
+                network(images.to(dtype))
+                hide: Any = getattr(network, "masked", None)
+                if hide is not None:
+                    hide(images.to(dtype), torch.ones_like(images[:, :1], dtype=torch.bool))
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, AssertionError, ValueError, AttributeError, LookupError):
+                return cls(None, structure_of(module))  # e.g. float32 constants of its own
+        if compiled:
+            network.compile(dynamic=False)
+            if hide is not None:
+                network.masked = torch.compile(hide, dynamic=False)  # type: ignore[assignment, arg-type]
         return twin
-
-    @classmethod
-    def _made(cls, module: nn.Module, dtype: torch.dtype, input_shape: tuple[int, int, int]) -> Twin:
-        device = next((t.device for t in _tensors(module)), torch.device("cpu"))
-        images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
-        try:
-            network = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
-            pairs, last, expected = _trace(network, images)
-            twin = cls(network, _structure(module), mine=dict(network.named_modules()))
-
-            def unchanged(some: list[tuple[str, str]]) -> bool:
-                twin.scaled = some
-                twin.follow(module, trial=torch.Generator().manual_seed(0))
-                return bool((network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax())
-
-            twin.scaled = pairs if unchanged(pairs) else [pair for pair in pairs if unchanged([pair])]
-            twin.follow(module)
-            _convert(network, dtype, twin.mine[last] if last else None)
-            twin.follow(module)
-            network(images.to(dtype))
-            if hasattr(network, "masked"):
-                network.masked(images.to(dtype), torch.ones_like(images[:, :1], dtype=torch.bool))  # type: ignore[operator]
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, AssertionError, ValueError, AttributeError, LookupError):
-            return cls(None, _structure(module))  # e.g. float32 constants of its own
-        return twin
-
-    def resembles(self, module: nn.Module) -> bool:
-        """Is it still a copy of this network, but for its weights?"""
-        return self.structure == _structure(module)
 
     def following(self, module: nn.Module) -> nn.Module | None:
         """The twin, with the weights that `module` has now."""
@@ -212,7 +204,7 @@ def _own(part: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
 
 
-def _structure(module: nn.Module) -> Structure:
+def structure_of(module: nn.Module) -> Structure:
     return tuple((id(part), type(part).__name__, len(_own(part))) for part in _parts(module))
 
 

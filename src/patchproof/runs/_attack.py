@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def findings(record: Record, alone: Attacked | None, behind: Attacked | None) ->
     by_patch = behind if broken and (record.defended or record.certified) else None
     place: Any = None if by_patch is None else by_patch.places[0]
     if place is not None:
-        place = astuple(place) if isinstance(place, Rect) else tuple(map(astuple, place))
+        place = tuple(place) if isinstance(place, Rect) else tuple(map(tuple, place))
     return AttackFindings(
         undefended_attacked=None if alone is None else not bool(alone.broken),
         attacked=None if behind is None else not broken,

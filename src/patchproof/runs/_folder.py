@@ -168,12 +168,9 @@ class RunFolder:
         write_atomically(self.spoiled_path, dump_json({"reason": reason}))
         raise CheckError(reason)
 
-    def records(self, *, repair: bool = True) -> list[Record]:
-        """The finished records, without a last line cut short by a kill.
-
-        With `repair`, which is for the one process that has the folder open, that line is removed, and so are
-        checksums of lines that were never written.
-        """
+    def records(self) -> list[Record]:
+        """The finished records; for the one process that has the folder open, since a last line cut short by a kill is
+        removed, and so are checksums of lines that were never written."""
         content = self.records_path.read_bytes() if self.records_path.exists() else b""
         sums = self.sums_path.read_text("ascii", errors="replace") if self.sums_path.exists() else ""
         *lines, cut = content.split(b"\n")
@@ -183,10 +180,10 @@ class RunFolder:
                 f"{self.records_path}: line {number} is damaged ({error}); remove it and all lines after it, "
                 "then continue with resume=True"
             ) from error
-        if repair and cut:
+        if cut:
             os.truncate(self.records_path, len(content) - len(cut))
         whole = "".join(checksum(line + b"\n") + "\n" for line in lines)
-        if repair and sums != whole:  # also where a write stopped in the middle of a checksum
+        if sums != whole:  # also where a write stopped in the middle of a checksum
             write_atomically(self.sums_path, whole)
         return records
 

@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def mask_facts(masks: Any) -> dict[str, Any]:
-    return {"image_size": list(masks.image_size), "rects": masks.numbers}
+    return plain({"image_size": masks.image_size, "rects": masks.rects})
 
 
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:

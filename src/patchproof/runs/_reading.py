@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
-from patchproof.geometry import MaskSet, Rect, Rects, size_words
+from patchproof.geometry import MaskSet, Rect, Rects, size_words, whole_size
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
@@ -204,8 +204,8 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     model, config = manifest.get("model") or {}, manifest.get("config") or {}
     defense = identity.get("defense", OLD_RUNS | {key: identity.get(key) for key in ("patch_sizes", "exhaustive")})
     drawn = manifest.get("masks")
-    masks = drawn and MaskSet(_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
-    size = defense.get("image_size") or (masks and masks.image_size)
+    masks = drawn and MaskSet(whole_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
+    size: Any = defense.get("image_size") or (masks and masks.image_size)
     images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
     if images is None:
         raise ValueError(f"images: {identity['images']!r}")
@@ -233,8 +233,8 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         weights=_text(config.get("weights")),
         defense=printable(defense.get("name") or "unnamed"),
         guarantee=guarantee,
-        image_size=None if size is None else _size(size),
-        patch_sizes=tuple(map(_size, defense.get("patch_sizes") or ())),
+        image_size=None if size is None else whole_size(size),
+        patch_sizes=tuple(map(whole_size, defense.get("patch_sizes") or ())),
         patches=2 if defense.get("patches") == 2 else 1,
         native=config.get("threat_space") == "native",
         masks=masks,
@@ -364,11 +364,6 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _size(value: Any) -> Size:
-    height, width = map(index, value)
-    return height, width
-
-
 def _mask(numbers: Any) -> Rects:
     """A rectangle's four numbers, or those of several."""
     if all(isinstance(part, list) for part in numbers):
@@ -413,10 +408,9 @@ def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] =
         yield from ((place / name, False) for name in CHECKPOINTS)
 
 
-def printable(text: str, longest: int = 200) -> str:
-    """`text` on one line, in characters that can be written and shown; others become \\x1b or \\udcff."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    return shortened(shown, longest)
+def printable(text: str) -> str:
+    """`text` on one line, in at most 200 characters that can be written and shown; others become \\x1b or \\udcff."""
+    return shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text), 200)
 
 
 def shortened(text: str, longest: int) -> str:

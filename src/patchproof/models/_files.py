@@ -1,0 +1,355 @@
+"""Weights in files: read without ever running code from them, and put into a network only where every tensor fits.
+
+Checkpoint folders, `model.safetensors` and `classifier.json`, are intact or absent even after a kill; JSON files carry
+a checksum of themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import shutil
+import traceback
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from patchproof.models._classifier import ImageClassifier, network_sha256, settings
+from patchproof.models._networks import is_own
+from patchproof.types import CheckError, InputError, Interpolation
+
+TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+WRAPPERS = ("state_dict", "model", "model_state_dict")
+PREFIXES = ("module.", "_orig_mod.")
+MOST_CLASSES = 1_000_000
+
+SCHEMA = 1
+WEIGHTS, RECORD = "model.safetensors", "classifier.json"
+SEAL = "seal"
+RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+"""Arguments of timm.create_model that decide where weights are read from: never taken from a file."""
+
+State = dict[str, Tensor]
+
+
+def read_state(path: Path) -> State:
+    """The tensors of a weight file, by name, on the CPU."""
+    if not path.is_file():
+        raise InputError(f"no weight file {path}; check the path, or give `random`, a timm tag or a hub id")
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix.lower() != ".safetensors" and start not in (b"P", b"\x80"):  # of a zip archive, of a pickle
+        raise InputError(f"{path} holds no weights: it does not begin as files of torch.save do; give another file")
+    try:
+        if path.suffix.lower() == ".safetensors":
+            return safetensors.torch.load_file(path)
+        if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
+            raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} was refused: it is damaged or holds more than tensors, and a pickle can run code when loaded; "
+            "save only the state dict (torch.save(model.state_dict(), …)) or a .safetensors file"
+        ) from error
+    except InputError:
+        raise
+    except Exception as error:  # the readers raise whatever they trip over in a damaged file
+        raise InputError(f"{path} is damaged or cut short ({first_line(error)}); copy or save it again") from error
+    for key in WRAPPERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+            break
+    if not isinstance(loaded, Mapping) or not loaded or not all(isinstance(t, Tensor) for t in loaded.values()):
+        keys = f" with keys {', '.join(map(str, list(loaded)[:4]))}" if isinstance(loaded, Mapping) else ""
+        raise InputError(
+            f"{path} holds no state dict: expected names and tensors, alone or under {', '.join(WRAPPERS)}, "
+            f"got {type(loaded).__name__}{keys}"
+        )
+    return {str(name): tensor for name, tensor in loaded.items()}
+
+
+def write_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """A .safetensors file of these tensors, on the CPU; a full disk is one clear error."""
+    # Cloned: safetensors takes neither tensors that share memory nor other layouts.
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    try:
+        safetensors.torch.save_file(plain, path)
+    except safetensors.SafetensorError as error:
+        raise CheckError(f"cannot write {path.name}: {first_line(error)}; what was saved before is kept") from error
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) -> None:
+    """Put `state` into `module`; every tensor must be there, in its shape, and none left over."""
+    expected = module.state_dict()
+    state = strip_prefixes(state, expected)
+    classes, differences = _compare(expected, state)
+    if classes is not None:
+        raise other_classes(where, *classes)
+    if differences:
+        raise InputError(f"{where} holds weights of another architecture: {differences}")
+    module.load_state_dict(state, strict=False)
+
+
+def head_classes(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """How many classes `state` has, where that is the one thing in which it differs from `module`; else None."""
+    expected = module.state_dict()
+    classes = _compare(expected, strip_prefixes(state, expected))[0]
+    if classes is not None and classes[0] > MOST_CLASSES:
+        raise InputError(f"a last layer of {classes[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
+    return None if classes is None else classes[0]
+
+
+def other_classes(where: str, found: int, wanted: int | None) -> InputError:
+    return InputError(
+        f"{where} has {found} classes, but {wanted} are expected: fine-tune it first (`patchproof train`), "
+        "or leave num_classes out and match the classes by name"
+    )
+
+
+def strip_prefixes(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> State:
+    """`state` without the `module.` and `_orig_mod.` that wrappers put before every name."""
+    names = list(state)
+    while prefix := next((p for p in PREFIXES if names and all(name.startswith(p) for name in names)), None):
+        if all(name.startswith(prefix) for name in expected):
+            break
+        names = [name.removeprefix(prefix) for name in names]
+    return dict(zip(names, state.values(), strict=True))
+
+
+def require_finite(module: nn.Module, *, where: str) -> None:
+    """No weight is NaN or infinite: such a network gives the same label to everything, or none."""
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            count = int((~tensor.isfinite()).sum())
+            raise CheckError(
+                f"{where}: {count} of {tensor.numel()} values in tensor {name} are NaN or infinite; "
+                "take an earlier checkpoint"
+            )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough to stand inside one line of ours."""
+    return str(error).strip().split("\n")[0][:160] or type(error).__name__
+
+
+def failure(error: BaseException) -> str:
+    """`KeyError: 'x' (net.py:12, in forward)`: an error in somebody's own code, with its innermost line that is neither
+    torch's nor ours."""
+    frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = TORCH, OURS, Path(importlib.__file__).parent
+    theirs = [frame for path, frame in frames if path.is_file() and not any(map(path.is_relative_to, ours))]
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    if isinstance(error, SyntaxError):  # its line has no frame
+        place = f" ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {first_line(error)}{place}"
+
+
+def _compare(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[tuple[int, int] | None, str]:
+    """(found, expected) classes where the size of the head alone differs; and all differences in words."""
+    # Old files lack num_batches_tracked; it plays no part in a forward pass.
+    missing = [name for name in expected if name not in state and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in expected]
+    both = {name: (tensor, expected[name]) for name, tensor in state.items() if name in expected}
+    shapes = {n: (tuple(found.shape), tuple(own.shape)) for n, (found, own) in both.items() if found.shape != own.shape}
+    dtypes = {n: found.dtype for n, (found, own) in both.items() if own.is_floating_point() > found.is_floating_point()}
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": [f"{name}: {found} for {own}" for name, (found, own) in shapes.items()],
+        "of another type": [f"{name}: {dtype}" for name, dtype in dtypes.items()],
+    }
+    words = ", ".join(f"{len(found)} tensors {kind} (e.g. {found[0]})" for kind, found in kinds.items() if found)
+    heads = {(found[0], own[0]) if found and own and found[1:] == own[1:] else None for found, own in shapes.values()}
+    only_head = not (missing or unexpected or dtypes) and len(heads) == 1 and len(shapes) <= 4
+    return heads.pop() if only_head else None, words
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content, and its SHA-256 under the last key."""
+    plain = {key: value for key, value in content.items() if key != SEAL}
+    return {**content, SEAL: hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
+
+
+def is_whole(content: Mapping[str, Any]) -> bool:
+    """Whether the content is what was sealed. True where there is no checksum: older files have none."""
+    return SEAL not in content or content[SEAL] == sealed(content)[SEAL]
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_checkpoint(
+    classifier: ImageClassifier,
+    folder: Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the classifier into `folder`, in place of the checkpoint that may be there.
+
+    `write_more(path)` may put further files into it before it takes its place. The entire folder is replaced. It is
+    written beside and renamed, so a failure or a kill at any moment leaves the old checkpoint or the new one, which
+    `settled` finds.
+    """
+    folder = Path(folder).resolve()
+    record: dict[str, Any] = {"schema": SCHEMA, **settings(classifier), "extra": dict(extra or {})}
+    try:
+        record = json.loads(json.dumps(record, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"extra must be plain JSON (text, finite numbers, lists, mappings): {error}") from error
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a folder for the checkpoint")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
+        raise InputError(f"{folder} holds other things than a checkpoint and would be replaced; give a new folder")
+    fresh, previous = _beside(folder, "writing"), _beside(folder, "previous")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        write_state(classifier.module.state_dict(), fresh / WEIGHTS)
+        record = sealed({**record, "sha256": file_sha256(fresh / WEIGHTS)})
+        (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if write_more is not None:
+            write_more(fresh)
+        for path in (*fresh.iterdir(), fresh):
+            _to_disk(path)
+        if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if previous.exists():
+                previous.rename(folder)
+            raise
+        _to_disk(folder.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def checkpoint_architecture(folder: Path) -> str | None:
+    """What the checkpoint in `folder` is of; None if the folder holds no checkpoint.
+
+    Never a factory: building one runs code, which only the user may name, not a folder that anybody may have written.
+    """
+    place = settled(Path(folder).expanduser())
+    if not (place / RECORD).is_file():
+        return None
+    name = str(read_record(place)["architecture"])
+    if is_own(name):
+        raise InputError(f"{folder} holds weights for the factory {name}; name that as the model to have its code run")
+    return name
+
+
+def settled(folder: Path) -> Path:
+    """Where the checkpoint `folder` is: itself, or beside it where a kill came between the two renames of a save."""
+    previous = _beside(Path(os.path.realpath(folder)), "previous")  # Path.resolve fails on links that form a loop
+    return previous if previous.is_dir() and not folder.exists() else folder
+
+
+def read_weights(folder: Path) -> State:
+    """The tensors of a checkpoint, if the file is the one that was saved; older checkpoints do not say."""
+    expected = read_record(folder).get("sha256")
+    if expected is not None and expected != file_sha256(folder / WEIGHTS):
+        raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
+    return read_state(folder / WEIGHTS)
+
+
+def checkpoint_sha256(folder: Path) -> str:
+    """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
+    place = settled(Path(folder))
+    record = read_record(place)
+    mean, std = torch.tensor(record["mean"]), torch.tensor(record["std"])
+    return network_sha256(read_weights(place), mean, std, drop_tokens=record["drop_tokens"])
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The checked contents of `classifier.json`: anybody may have written it."""
+    path = folder / RECORD
+    for name in (RECORD, WEIGHTS):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged ({first_line(error)}); take another checkpoint") from error
+    if not isinstance(record, dict) or not _alike(record.get("schema"), 1):
+        raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")
+    if record["schema"] != SCHEMA:
+        raise InputError(f"{path} has schema {record['schema']}, this version reads {SCHEMA}; update patchproof")
+    filled = {"fill": record.get("mean"), "drop_tokens": False, **record}  # what older checkpoints do not say
+    for name, example in _EXAMPLES.items():
+        if not _alike(filled.get(name), example) and not (name == "class_names" and filled.get(name, "") is None):
+            wrong = f"{name} should look like {example!r}, got {filled.get(name)!r:.60}"
+            raise InputError(f"{path} is damaged: {wrong}; take another checkpoint")
+    if record["num_classes"] > MOST_CLASSES:
+        raise InputError(f"{path} is damaged: more than {MOST_CLASSES:,} classes; take another checkpoint")
+    if reserved := set(record["model_args"]) & set(RESERVED_ARGS):
+        raise InputError(f"{path} is damaged: {reserved.pop()} among its model_args; take another checkpoint")
+    if not is_whole(record):
+        raise InputError(
+            f"{path} is damaged: not what was saved; take another checkpoint, or remove its `seal` if you changed it"
+        )
+    return filled
+
+
+_EXAMPLES: dict[str, Any] = {
+    "architecture": "resnet18",
+    "source": "file w.pth",
+    "mean": [0.5],
+    "std": [0.2],
+    "fill": [0.5],
+    "input_size": [224, 224],
+    "num_classes": 10,
+    "class_names": ["cat"],
+    "interpolation": get_args(Interpolation),
+    "crop_pct": 0.9,
+    "drop_tokens": (True, False),
+    "model_args": {},
+    "extra": {},
+}
+
+
+def _alike(value: Any, example: Any) -> bool:
+    """Whether a JSON value has the type of the example (integers may stand for floats), or is one of several."""
+    if isinstance(example, tuple):
+        return value in example
+    if isinstance(example, list):
+        fits = isinstance(value, list) and len(example) in (1, len(value))
+        return fits and all(_alike(each, example[0]) for each in value)
+    kind = (int, float) if isinstance(example, float) else type(example)
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _beside(folder: Path, word: str) -> Path:
+    return folder.parent / f".{folder.name}.{word}"
+
+
+def _to_disk(path: Path) -> None:
+    if os.name == "nt":  # Windows flushes only what was opened for writing, and no folder
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
