@@ -47,6 +47,7 @@ from patchproof.cli._show import (
     clock,
     new_table,
     percent,
+    print_table,
     remarks_text,
     results_table,
     threat_words,
@@ -59,7 +60,7 @@ from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, replace_head
-from patchproof.recipes import find_recipe
+from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import CheckError, InputError, PatchproofError, Size
@@ -100,6 +101,9 @@ def evaluate(command: str, settings: Any) -> int:
     if command == "attack":
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
+    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
+    if unfit is not None:
+        stdout.print(f"[yellow]note:[/] {escape(unfit)}", soft_wrap=True, highlight=False)
     broken = content.get("broken", ())
     for index in broken:
         Console(stderr=True).print(
@@ -128,6 +132,7 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
+        bar.say("measuring the margin that a label needs")
         call: Any = runs.attack if plan else runs.certify
         results = call(
             defense,
@@ -224,7 +229,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
         if engine is None:
-            bar.console.print("measuring the margin that a label needs, on generated images", soft_wrap=True)
+            bar.say("measuring the margin that a label needs, on generated images")
             engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
             bar.begin(0, bar.total)  # no image's time
         return built.with_engine(engine)
@@ -250,7 +255,7 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
-    console.print(table)
+    print_table(console, table)
     guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:
         run: Any = runs.read_run(settings.like)

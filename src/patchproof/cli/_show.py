@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import rich.console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 30.0
 
 MEANING = {
-    "undefended": "clean images, classifier alone",
+    "undefended": "clean, classifier alone",
     "undefended_attacked": "attacked, classifier alone",
-    "defended": "clean images, defended",
+    "defended": "clean, defended",
     "attacked": "attacked, defended",
-    "certified": "under any such patch, provably",
+    "certified": "any such patch, provably",
 }
 DETECTION = {
     "attacked": "attacked: right, or an alarm",
-    "certified": "right or an alarm under any such patch, provably",
+    "certified": "right or an alarm, provably",
 }
 
 
@@ -89,6 +90,22 @@ def table_values(table: Table) -> list[dict[str, str]]:
     return [dict(zip(heads, row, strict=True)) for row in zip(*cells, strict=True)]
 
 
+def print_table(console: Console, table: Table) -> None:
+    """Where the lines are too narrow for a row, its first cell is a line, whole, and the others are below it."""
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, style="italic", soft_wrap=True, highlight=False)
+    for row in table_values(table):
+        name, *others = row.items()
+        values = [" ".join(filter(None, (head, text))) for head, text in others if text]
+        console.print(f"[bold]{escape(name[1])}[/]", soft_wrap=True, highlight=False)
+        console.print(Padding(escape(" · ".join(values)), (0, 0, 0, 2)), highlight=False)
+    if table.caption:
+        console.print(table.caption)
+
+
 def remarks_text(remarks: Sequence[str]) -> Text | None:
     """What must be known of the network, for the foot of a table."""
     return Text("; ".join(map(visible, remarks)), style="bold yellow not italic", justify="left") if remarks else None
@@ -143,6 +160,12 @@ class Bar:
         self.done = self.before = done
         self.total, self.began = total, time.monotonic()
         self.progress.reset(self.task, total=total, completed=done, words="")
+
+    def say(self, words: str) -> None:
+        """What is being done before the first image."""
+        self.progress.update(self.task, words=words)
+        if self.in_lines:
+            self.console.print(words, highlight=False, soft_wrap=True)
 
     def at(self, done: int, words: str) -> None:
         self.done, now = done, time.monotonic()

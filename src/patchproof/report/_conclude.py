@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
-from patchproof.report._compare import TracedRun
+from patchproof.recipes import needs_training
+from patchproof.report._compare import BORDER, TracedRun
 from patchproof.report._content import GUARANTEES, MOST_CLASSES, attacked_rates, by_class
 from patchproof.report._gallery import witness_masks
 from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs, holm
@@ -205,11 +206,18 @@ def next_steps(one: TracedRun) -> list[str]:
     if rate.interval[1] - rate.interval[0] > WIDE:
         share = min(0.9, max(0.1, rate.rate))
         wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)
-        room = f"the data set has {run.available:,}" if run.available > run.planned else "the data set has no more"
-        steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for an interval of ±{50 * WIDE:.0f} points "
-                     f"({room}).")  # fmt: skip
+        goal, room = f"an interval of ±{50 * WIDE:.0f} points", f"the data set has {run.available:,}"
+        if wanted <= run.available:
+            steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for {goal} ({room}).")
+        else:
+            more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
+            steps.append(f"{more}: {goal} takes about {wanted:,}, and {room}.")
     wrong = sum(record.undefended is False for record in failed)
-    if len(failed) > wrong and "undefended" in run.rates:
+    alone = run.rates.get("undefended")
+    unfit = None if alone is None else needs_training(run.defense, alone.rate, run.rates["defended"].rate)
+    if unfit is not None:
+        steps.append(f"{unfit}.")
+    elif len(failed) > wrong and alone is not None:
         steps += _more_masks(run) + _training(one.strategy)
     if failed and 3 * wrong >= len(failed):
         steps.append(
@@ -280,10 +288,11 @@ def conclude_several(
         steps.append(f"Keep {base.run.name} until a difference is clear.")
     unclear = [c for c in ordered if c not in clear and c.certified.images_needed is not None]
     for c in unclear[:1]:
-        needed = c.certified.images_needed
+        needed, has = c.certified.images_needed or 0, c.run.available
+        room = f", and the data set has {has:,}" if needed > has else ""
         steps.append(
             f"{c.run.name}: if the difference is as large as it looks, about {needed:,} images show it four times in "
-            f"five (now {c.certified.n:,})."
+            f"five (now {c.certified.n:,}{room})."
         )
     for name, reason in list(unpaired.items())[:NAMED]:
         verdict.append(f"{name} is not compared with {base.run.name}: {reason}.")
@@ -300,10 +309,12 @@ def _difference(paired: Paired, name: str, base: str, p: float | None = None, *,
     p = paired.p if p is None else p
     value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
     facts = f"95% interval {points_interval(paired)}, McNemar {value}{' (Holm)' if holm_test else ''}, n = {paired.n:,}"
+    border = f" {BORDER}" if paired.disagrees(p) else ""
     if p >= LEVEL:
-        return f"no clear difference between {name} and {base} ({100 * paired.difference:+.1f} points, {facts})."
+        points = f"{100 * paired.difference:+.1f} points"
+        return f"no clear difference between {name} and {base} ({points}, {facts}).{border}"
     where = "above" if paired.difference > 0 else "below"
-    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts})."
+    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts}).{border}"
 
 
 def _overlap(c: Comparison) -> str:
