@@ -136,8 +136,10 @@ class Bar:
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
         self.console, self.shown, self.in_lines = console, shown, shown and not console.is_terminal
-        self.last_line = self.began = time.monotonic()
+        self.last_line = self.began = self.moment = time.monotonic()
         self.done = self.before = self.total = 0
+        self.words = ""
+        self.due: float | None = None
 
         def whole() -> Column:
             return Column(no_wrap=True)
@@ -168,13 +170,18 @@ class Bar:
             self.console.print(words, highlight=False, soft_wrap=True)
 
     def at(self, done: int, words: str) -> None:
-        self.done, now = done, time.monotonic()
+        now = time.monotonic()
+        if self.due is None and now - self.last_line > SECONDS_BETWEEN_LINES:
+            self.due = now
+        elif self.in_lines and self.due is not None and now - self.due > 1:
+            # Images come a batch at a time, all at once: so far, and how long that took, is known when the next comes.
+            passed, here = self.moment - self.began, self.done - self.before
+            left = f", {clock(passed / here * (self.total - self.done))} left" if here else ""
+            line = f"{self.done}/{self.total}  {clock(passed)}{left}  {self.words}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+            self.last_line, self.due = now, None
+        self.done, self.moment, self.words = done, now, words
         self.progress.update(self.task, completed=done, words=words)
-        if self.in_lines and now - self.last_line > SECONDS_BETWEEN_LINES:
-            passed, here = now - self.began, done - self.before
-            left = f", {clock(passed / here * (self.total - done))} left" if here else ""
-            self.console.print(f"{done}/{self.total}  {clock(passed)}{left}  {words}", highlight=False, soft_wrap=True)
-            self.last_line = now
 
 
 def clock(seconds: float) -> str:
@@ -187,7 +194,7 @@ class RunBar(Bar):
     """The accuracies of a certification or an attack so far."""
 
     tally: Tally
-    words = ""
+    rates = ""
 
     def start(self, tally: Tally, total: int) -> None:
         self.tally = tally
@@ -195,12 +202,12 @@ class RunBar(Bar):
 
     def add(self, record: Record) -> None:
         found = reversed(self.tally.rates().items())
-        self.words = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
-        self.at(self.tally.done, self.words)
+        self.rates = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
+        self.at(self.tally.done, self.rates)
 
     def step(self, step: int, steps: int) -> None:
         """One step of an attack on the images that come next."""
-        self.at(self.tally.done, " · ".join(filter(None, (f"step {step}/{steps}", self.words))))
+        self.at(self.tally.done, " · ".join(filter(None, (f"step {step}/{steps}", self.rates))))
 
 
 class TrainingBar(Bar):
