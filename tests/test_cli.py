@@ -698,7 +698,7 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     bar.start(runs.Tally(), 3)
     bar.step(1, 3)
     line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
-    assert line.endswith("step 1/3"), line
+    assert line.endswith("round 1, step 1/3"), line
     bar.start(runs.Tally(runs.ATTACK_ACCURACIES), 3)
     findings = runs.AttackFindings(undefended_attacked=False, attacked=True)
     bar.tally.add([record := runs.Record(0, "a.png", 0, True, True, True, 1.0, 45, attack=findings)])

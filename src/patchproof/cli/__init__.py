@@ -75,7 +75,8 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
     def call(*values: Any, settings: Any = last.default) -> int:
         output = getattr(settings, "output", None)
         if output is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            require_free(output, resume=getattr(settings, "resume", True))  # before the seconds of an import
+            may_be = getattr(settings, "resume", True) or settings.dry_run
+            require_free(output, resume=may_be)  # before the seconds of an import
         if "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
             Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
         return command(*values, *[None] * (len(places) - len(values)), settings)

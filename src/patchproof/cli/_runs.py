@@ -71,6 +71,9 @@ SECONDS_FOR_MAIN = 3.0
 PASSES_WORTH_A_WORD = 50_000
 """A run that may take more says at its start how long that is."""
 
+PASSES_PER_STEP = 30
+"""About as many take a step of an attack."""
+
 PROMISE = (
     "Certified means: whatever {patches} of at most {patch} {are} put anywhere on this very image, the answer {stays}. "
     "It does not say that the answer is right, nor that the image has not been patched already."
@@ -124,8 +127,10 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
         count, cost = len(spread_indices(source, settings.limit)), None
-        if settings.dry_run or count * defense.most_passes > PASSES_WORTH_A_WORD:
-            cost = runs.estimate_cost(defense, count)
+        steps = sum(one.steps * one.restarts * one.places for one in plan)
+        if settings.dry_run or count * (defense.most_passes + PASSES_PER_STEP * steps) > PASSES_WORTH_A_WORD:
+            bar.say("timing a few passes")
+            cost = runs.estimate_cost(defense, count, *plan)
         if cost is not None and settings.dry_run:
             text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
             sys.stdout.write(text)
@@ -150,11 +155,12 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 
 def cost_words(cost: runs.Cost) -> str:
+    attacks = f"; attacks up to {clock(cost.attack_seconds)} more" if cost.attack_seconds else ""
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
         f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
-        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
+        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
     )
 
 

@@ -111,7 +111,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     """--output, or below runs/ a name made of the settings; refused where a run is that is not to be resumed."""
     path = _named_folder(command, settings, source) if settings.output is None else Path(settings.output)
     if not local_rank():
-        require_free(path, resume=settings.resume)
+        require_free(path, resume=settings.resume or settings.dry_run)
     return path
 
 

@@ -194,7 +194,7 @@ class RunBar(Bar):
     """The accuracies of a certification or an attack so far."""
 
     tally: Tally
-    rates = ""
+    rates, round = "", 0
 
     def start(self, tally: Tally, total: int) -> None:
         self.tally = tally
@@ -203,11 +203,13 @@ class RunBar(Bar):
     def add(self, record: Record) -> None:
         found = reversed(self.tally.rates().items())
         self.rates = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
+        self.round = 0
         self.at(self.tally.done, self.rates)
 
     def step(self, step: int, steps: int) -> None:
-        """One step of an attack on the images that come next."""
-        self.at(self.tally.done, " · ".join(filter(None, (f"step {step}/{steps}", self.rates))))
+        """One step of an attack on the images that come next; each round tries other places, or another way."""
+        self.round += step == 1
+        self.at(self.tally.done, " · ".join(filter(None, (f"round {self.round}, step {step}/{steps}", self.rates))))
 
 
 class TrainingBar(Bar):
