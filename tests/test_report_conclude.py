@@ -251,7 +251,7 @@ def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
         del content["masks"]
         run = read_run(write_run(tmp_path / name, content, records))
         steps = conclude_one(TracedRun(run, run.name, None)).steps
-        assert any("--recipe cifar10-32px-derandomized-smoothing" in text for text in steps) == said
+        assert any("the recipe cifar10-32px-derandomized-smoothing" in text for text in steps) == said
         assert any(text.startswith("Train with") for text in steps) != said
 
 

@@ -212,10 +212,10 @@ def needs_training(defense: str, undefended: float, defended: float) -> str | No
     if recipe is None or 2 * defended >= undefended:
         return None
     names = ("model", "strategy", "loss")
-    how = " ".join(f"--{name} {recipe.training[name]}" for name in names if name in recipe.training)
+    how = ", ".join(f"{name} {recipe.training[name]}" for name in names if name in recipe.training)
     return (
         f"`{defense}` needs a network trained for it: with it this one is right on {defended:.1%}, alone on "
-        f"{undefended:.1%}; `patchproof train --recipe {recipe.name}` trains one ({how})"
+        f"{undefended:.1%}; the recipe {recipe.name} trains one ({how})"
     )
 
 
