@@ -644,6 +644,7 @@ def test_help_has_a_heading_for_each_kind_of_flag(capsys):
         shown.index(f"─ {head} ─") for head in ("Network", "Threat and defence", "Images", "Run folder", "Common")
     ]
     assert shown.index("--masks") > 0
+    assert "[default: False]" not in shown, "a switch takes no value"
     assert len(set(places)) == 5
 
 
