@@ -77,6 +77,8 @@ def predict(*arguments: object) -> int:
 
 
 def assert_one_line(text: str, pattern: str) -> None:
+    """After what is said of the work before it."""
+    text = re.sub(r"^(measuring the margin that a label needs|timing a few passes)\n", "", text, flags=re.MULTILINE)
     assert text.startswith("patchproof: ")
     assert text.count("\n") == 1
     assert "Traceback" not in text
@@ -141,9 +143,21 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
     assert content(folder, "results")["status"] == "partial"
     assert "3 of 12 images were asked for" in " ".join(capsys.readouterr().out.split())
     assert run(["ls"]) == 0
-    name, numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
+    name, *numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
     assert name == folder.removeprefix("runs/")
-    assert re.fullmatch(r"  n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · partial", numbers)
+    words = " ".join(line.strip() for line in numbers)
+    assert re.fullmatch(r"n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · status partial", words)
+    assert all(len(line) <= 80 for line in numbers)
+    for file in ("records.jsonl", "records.crc", "results.json"):
+        Path(folder, file).unlink()
+    assert run(["ls"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].strip() == "status stopped; 0 of 3 done"
+    photo = photos / "cat" / f"{'a name that leaves no room for a table ' * 2}.png"
+    shutil.copy(photos / "cat" / "0.png", photo)
+    assert predict(photo, "--weights", checkpoint) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert photo.name in shown
+    assert re.match(r"  answer \w+ · unanimous \w+ · certified \w+ · margin ", shown[shown.index(photo.name) + 1])
 
 
 def test_checkpoints_of_two_trainings_are_certified_in_two_folders(photos, checkpoint):
@@ -162,7 +176,7 @@ def test_an_alarm_goes_through_every_command(photos, checkpoint, capsys):
     """Detection: right or an alarm; a copy of each image per mask."""
     common = ["--dataset", photos, "--weights", checkpoint, "--patch", "2px", "--defense", "alarm", "--masks", 4]
     assert certify(*common, "--output", "c") == 0
-    assert "right or an alarm under any such patch" in " ".join(capsys.readouterr().out.split())
+    assert "right or an alarm, provably" in " ".join(capsys.readouterr().out.split())
     quick = ["--steps", 1, "--restarts", 1, "--places", 1, "--limit", 4, "--target", "defended"]
     assert run(["attack", *map(str, [*common, *quick, "--output", "a"])]) == 0
     for folder in ("c", "a"):
@@ -255,6 +269,7 @@ def test_a_folder_of_another_run_is_refused_and_keeps_its_records(undisturbed, c
 def test_changed_data_is_noticed(photos, checkpoint, capsys):
     arguments = ("--dataset", photos, "--weights", checkpoint, "--output", "r")
     assert certify(*arguments) == 0
+    capsys.readouterr()
     picture(99, size=(60, 60)).save(photos / "cat" / "0.png")
     assert certify(*arguments, "--resume") == 1
     assert_one_line(capsys.readouterr().err, "data_sha256 was")
@@ -335,7 +350,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
     assert not Path("runs").exists()
 
 
-def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys):
+def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("patchproof.runs._session.measure_tau", lambda *_: pytest.fail("before minutes are spent"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")
@@ -349,7 +365,7 @@ def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, cap
     (photos / "dog" / "2.png").write_bytes(b"")
     arguments = ("--dataset", photos, "--weights", checkpoint, "--batch-size", 4, "--output", "r")
     assert certify(*arguments) == 1
-    assert_one_line(capsys.readouterr().err, r"cannot use image .*dog/1\.png.*--skip-bad")
+    assert_one_line(capsys.readouterr().err, r"cannot use image .*dog/1\.png.* continue with --resume --skip-bad")
     assert len(records("r")) == 5
     assert certify(*arguments, "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r")] == list(range(12))
@@ -496,6 +512,13 @@ def test_images_that_the_network_was_trained_on_are_said_beside_the_number(capsy
     assert "not held out: the network was trained on these very images" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_defence_that_needs_a_network_of_its_own_kind_says_why_it_certifies_so_little(capsys):
+    bands = ("--defense", "derandomized-smoothing", "--band", 2)
+    assert certify(*bands, "--limit", 12, "--output", "r") == 0
+    said = "`derandomized-smoothing` needs a network trained for it: with it this one is right on"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 # --- two patches -----------------------------------------------------------------------------------------------------
 
 
@@ -621,21 +644,27 @@ def test_help_has_a_heading_for_each_kind_of_flag(capsys):
         shown.index(f"─ {head} ─") for head in ("Network", "Threat and defence", "Images", "Run folder", "Common")
     ]
     assert shown.index("--masks") > 0
+    assert "[default: False]" not in shown, "a switch takes no value"
     assert len(set(places)) == 5
 
 
 # --- signs of life -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["--version", "--help", "certfy", "certify --modle x", "train --help"])
-def test_what_needs_no_network_imports_no_torch(words):
+def needs_torch(words: str) -> str:
+    """What a command says on standard error, and what it imported."""
     code = (
         "import sys, patchproof.cli\nsys.argv[1:] = sys.argv[1].split()\n"
         "try: patchproof.cli.main()\n"
         'finally: sys.stderr.write(f\'torch: {"torch" in sys.modules}, numpy: {"numpy" in sys.modules}\')'
     )
-    done = subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True)
-    assert done.stderr.endswith("torch: False, numpy: False"), done.stderr
+    return subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "certfy", "certify --modle x", "train --help"])
+def test_what_needs_no_network_imports_no_torch(words):
+    said = needs_torch(words)
+    assert said.endswith("torch: False, numpy: False"), said
 
 
 def test_a_run_without_a_name_is_named_after_its_settings():
@@ -656,6 +685,7 @@ def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, check
     capsys.readouterr()
     assert certify(*common) == 2
     assert_one_line(capsys.readouterr().err, "r already holds a run")
+    assert needs_torch("certify --output r").endswith("choose another --output\ntorch: False, numpy: False")
 
 
 def test_count_time_and_eta_are_readable_at_80_columns():
@@ -670,7 +700,24 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     bar.start(runs.Tally(), 3)
     bar.step(1, 3)
     line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
-    assert line.endswith("step 1/3"), line
+    assert line.endswith("round 1, step 1/3"), line
+    bar.start(runs.Tally(runs.ATTACK_ACCURACIES), 3)
+    findings = runs.AttackFindings(undefended_attacked=False, attacked=True)
+    bar.tally.add([record := runs.Record(0, "a.png", 0, True, True, True, 1.0, 45, attack=findings)])
+    bar.add(record)
+    assert bar.rates.endswith("undefended attacked 0.0% · undefended 100.0%")
+
+
+def test_without_a_terminal_the_time_left_is_that_of_whole_batches(monkeypatch):
+    """Two batches of 32 images, 40 s each: their records come all at once."""
+    now = iter([0.0, 0.0, *[40.0] * 32, *[80.0] * 32])
+    monkeypatch.setattr("patchproof.cli._show.time", type("Clock", (), {"monotonic": staticmethod(lambda: next(now))}))
+    console = Console(width=80, file=io.StringIO())
+    bar = RunBar(console, "certify")
+    bar.begin(0, 96)
+    for done in range(1, 65):
+        bar.at(done, f"certified {done}")
+    assert console.file.getvalue() == "32/96  0:00:40, 0:01:20 left  certified 32\n"
 
 
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import sys
 import time
@@ -182,6 +183,21 @@ def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_
     pp.attack(defense, pairs, plan, folder=tmp_path / "r", on_record=seen, on_step=lambda *at: steps.append(at))
     assert lines == [0, 1, 2, 3]
     assert steps[:3] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_dry_run_says_how_long_attacks_may_take(checkpoint, capsys):
+    """A hundred times the steps take longer by far; a run that is there is no reason to refuse."""
+    common = ("--weights", checkpoint, "--patch", "2px", "--masks", 2, "--limit", 4, "--dry-run", "--json")
+    Path("r").mkdir()
+    Path("r/manifest.json").write_text("{}")
+    found = []
+    for steps in (100, 10_000):
+        assert attack(*common, "--output", "r", "--steps", steps, "--restarts", 1, "--places", 1) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert all(cost["most_passes"] == 4 * 10 for cost in found)
+    assert found[1]["attack_seconds"] > 10 * found[0]["attack_seconds"] > 0
+    assert attack(*common[:-1], "--steps", 100, "--restarts", 5, "--places", 2) == 0
+    assert re.search(r"4 images with 4 masks: 16 to 40 passes, .*; attacks up to [\d:]+ more", capsys.readouterr().out)
 
 
 # --- a broken certificate ------------------------------------------------------------------------------------------

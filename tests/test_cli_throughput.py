@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def test_a_raw_rate_is_a_rate():
     assert raw_rate(network, torch.rand(4, 3, 28, 28), precision="bf16", seconds=0.05) > 1
 
 
-def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
+def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     path = tmp_path / "bench.json"
     arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
     small = ["--model", "small", "--weights", "random"]
@@ -57,7 +59,9 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys):
     assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
     assert all(row["needed"] == row["passes"] - sum(row["decided_again"].values()) for row in rows.values())
     assert found["latency"]["images"] == 4
-    assert "ours, early exit" in shown
+    lines = shown.splitlines()
+    assert re.match(r"  n 4 · labels 45.0 · (again .* · )?labels/s ", lines[lines.index("ours, early exit") + 1])
+    assert all(len(line) <= 80 for line in lines)
     assert "one image alone is answered in" in shown
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from patchproof.report import Options, build_report
 from patchproof.report._compare import TracedRun
-from patchproof.report._conclude import Conclusion, conclude_one, mask_shares
+from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, mask_shares
 from patchproof.report._gallery import witness as gallery_witness
-from patchproof.report._paired import Paired, count_pairs, holm
+from patchproof.report._paired import Paired, compare, count_pairs, holm
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
 from patchproof.types import InputError
@@ -118,12 +118,29 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
     assert {row[0] for row in table.rows} == {"plain", "chance"}
     assert all(row[-1] >= row[-2] for row in table.rows)  # Holm's p is never the smaller
     assert "paired" in {picture.key for picture in report.pictures}
-    assert report.conclusion.verdict[0] == "No run is clearly better than the baseline better."
+    assert report.conclusion.verdict[0] == "No run certifies clearly more images than the baseline better."
     unclear = build_report([runs[0], runs[2]]).conclusion
     assert any("no clear difference between chance and plain" in text for text in unclear.verdict)
-    assert any("images show it four times in five (now 300)" in text for text in unclear.steps)
+    assert any(
+        "images show it four times in five (now 300, and the data set has 300)." in text for text in unclear.steps
+    )
     with pytest.raises(InputError, match="baseline must be one of the certifications in the report"):
         build_report(runs[:2], Options(baseline=tmp_path))
+
+
+def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, tmp_path):
+    """And what a compared run has tried is not recommended."""
+    worse = [replace(r, defended=bool(r.certified)) for r in random_records(300)]
+    poor = write_run(tmp_path / "poor", manifest(count=300), worse)
+    found = build_report([poor, runs[0]]).conclusion
+    assert found.verdict[0] == "No run certifies clearly more images than the baseline poor."
+    assert any(text.startswith("Defended, on clean images: plain is") for text in found.verdict)
+    assert found.steps[0].startswith("Go on with plain: clearly better on clean images")
+    first, second = (read_run(folder) for folder in (poor, runs[0]))
+    traced = [TracedRun(first, "poor", "greedy"), TracedRun(second, "plain", "cutout")]
+    steps = conclude_several(traced, traced[0], [compare(first, second)], {}).steps
+    assert any(text.startswith("Train longer") for text in steps)
+    assert not any("instead of cutout" in text for text in steps)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +206,11 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     single = [replace(r, certified=r.label == 1) for r in failing(60)]
     assert any("All certified images are of class" in text for text in concluded(tmp_path / "single", single).verdict)
     none = [replace(r, certified=False) for r in failing(60)]
+    few = "an interval of ±5 points takes about 342, and the data set has 60."
+    assert f"Collect more images: {few}" in concluded(tmp_path / "few", failing(60)).steps
+    assert (
+        f"Certify all images, and collect more: {few}" in concluded(tmp_path / "part", failing(30), available=60).steps
+    )
     assert concluded(tmp_path / "none", none).verdict[0] == "No image of 60 is certified (95% interval 0.0–6.0%)."
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
     assert unfinished.steps[0] == "Resume the run: 50 of 90 images are left."
@@ -205,6 +227,32 @@ def test_an_attack_ends_in_both_bounds_and_a_broken_certificate_in_a_warning(tmp
     records[victim] = replace(records[victim], attack=fallen)
     report = build_report([write_run(tmp_path / "b", content, records)])
     assert report.conclusion.verdict[0] == "Do not rely on this defence: 1 certificate was broken by a patch."
+
+
+def test_where_interval_and_test_disagree_it_is_said_in_verdict_and_table(runs, tmp_path):
+    """Five images gained and none lost: the interval excludes 0, and the exact test has p = 1/16."""
+    first = sorted(lines_of(runs[0]).values(), key=lambda line: line["certified"])[:5]
+    gained = {line["index"] for line in first if not line["certified"]}
+    more = [replace(r, certified=r.certified or r.index in gained) for r in random_records(300)]
+    report = build_report([runs[0], write_run(tmp_path / "more", manifest(count=300), more)])
+    (table,) = (table for table in report.tables if table.key == "paired")
+    (verdict,) = (text for text in report.conclusion.verdict if "p\u00a0=\u00a00.062" in text)
+    for said in (verdict, table.notes[-1]):
+        assert said.endswith("Interval and test disagree, as they may at the border of what so many images can show: "
+                             "the test decides.")  # fmt: skip
+    assert "disagree" not in str(build_report(runs[:2]).tables)
+
+
+def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
+    poor = [replace(r, certified=False, defended=r.index % 10 == 0) for r in failing(60)]
+    changes = {"identity.defense.name": "derandomized-smoothing"}
+    for name, records, said in (("poor", poor, True), ("good", failing(60), False)):
+        content = manifest(count=60, **changes)
+        del content["masks"]
+        run = read_run(write_run(tmp_path / name, content, records))
+        steps = conclude_one(TracedRun(run, run.name, None)).steps
+        assert any("the recipe cifar10-32px-derandomized-smoothing" in text for text in steps) == said
+        assert any(text.startswith("Train with") for text in steps) != said
 
 
 def test_trainings_end_in_a_verdict_too(tmp_path):

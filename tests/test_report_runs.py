@@ -406,9 +406,13 @@ def test_each_strategy_hides_pixels_from_its_own_network(real):
 @pytest.fixture(scope="module")
 def reports(real) -> dict[str, Report]:
     everything = [*sorted(real.glob("*/certify-*")), real / "greedy" / "alarm", real / "cutout", real / "greedy"]
+    long = [real / f"certify-photos-tf_efficientnet_lite0-{name}-seed0-checkpoint-best-3%-3x3" for name in "ab"]
+    for folder in long:
+        write_run(folder, manifest(count=30), random_records(30))
     return {
         "one": build_report([real / "greedy" / "certify-3"], Options(images=3)),
         "several": build_report(everything),
+        "long": build_report(long),
     }
 
 
@@ -449,8 +453,10 @@ MEASURE = """<script>addEventListener("load", () => {
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title += event.data; });</script>
-<iframe src="one.html" width="WIDTH" height="2000" style="border: 0"></iframe>
-<iframe src="several.html" width="WIDTH" height="2000" style="border: 0"></iframe>"""
+""" + "".join(
+    f'<iframe src="{name}.html" width="WIDTH" height="2000" style="border: 0"></iframe>'
+    for name in ("one", "several", "long")
+)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="NO BROWSER: install Debian's `chromium` to open the report in one")

@@ -207,6 +207,20 @@ def find_recipe(name: str) -> Recipe | FieldRecipe:
     raise InputError(f"unknown recipe `{name}`; {hint}")
 
 
+def needs_training(defense: str, undefended: float, defended: float) -> str | None:
+    """Where a defence answers far worse than the classifier alone: it needs networks of its family, and how one is
+    trained."""
+    recipe = next((r for r in FIELD_RECIPES.values() if r.defense == defense != "patchcleanser"), None)
+    if recipe is None or 2 * defended >= undefended:
+        return None
+    names = ("model", "strategy", "loss")
+    how = ", ".join(f"{name} {recipe.training[name]}" for name in names if name in recipe.training)
+    return (
+        f"`{defense}` needs a network trained for it: with it this one is right on {defended:.1%}, alone on "
+        f"{undefended:.1%}; the recipe {recipe.name} trains one ({how})"
+    )
+
+
 def matching_recipes(pattern: str) -> list[Recipe | FieldRecipe]:
     known: Mapping[str, Recipe | FieldRecipe] = {**recipes(), **FIELD_RECIPES}
     return [recipe for name, recipe in known.items() if fnmatch(name, pattern or "*")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -79,3 +80,9 @@ class Preprocessing:
         if min(sides) < 1:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
         require_one_of("interpolation", self.interpolation, get_args(Interpolation))
+
+
+def require_free(folder: Path, *, resume: bool) -> None:
+    """Refuse a folder with a run in it that is not to be resumed."""
+    if not resume and (folder / "manifest.json").exists():
+        raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")

@@ -26,7 +26,7 @@ from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_s
 from patchproof.cli._stop import STOP
 from patchproof.recipes import find_recipe
 from patchproof.settings import DEFENSE_OPTIONS
-from patchproof.types import InputError, PatchproofError
+from patchproof.types import InputError, PatchproofError, require_free
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
@@ -73,6 +73,10 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
 
     @wraps(command)
     def call(*values: Any, settings: Any = last.default) -> int:
+        output = getattr(settings, "output", None)
+        if output is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            may_be = getattr(settings, "resume", True) or settings.dry_run
+            require_free(output, resume=may_be)  # before the seconds of an import
         if "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
             Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
         return command(*values, *[None] * (len(places) - len(values)), settings)

@@ -47,6 +47,7 @@ from patchproof.cli._show import (
     clock,
     new_table,
     percent,
+    print_table,
     remarks_text,
     results_table,
     threat_words,
@@ -59,7 +60,7 @@ from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, replace_head
-from patchproof.recipes import find_recipe
+from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import CheckError, InputError, PatchproofError, Size
@@ -69,6 +70,9 @@ SECONDS_FOR_MAIN = 3.0
 
 PASSES_WORTH_A_WORD = 50_000
 """A run that may take more says at its start how long that is."""
+
+PASSES_PER_STEP = 30
+"""About as many take a step of an attack."""
 
 PROMISE = (
     "Certified means: whatever {patches} of at most {patch} {are} put anywhere on this very image, the answer {stays}. "
@@ -100,6 +104,9 @@ def evaluate(command: str, settings: Any) -> int:
     if command == "attack":
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
+    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
+    if unfit is not None:
+        stdout.print(f"[yellow]note:[/] {escape(unfit)}", soft_wrap=True, highlight=False)
     broken = content.get("broken", ())
     for index in broken:
         Console(stderr=True).print(
@@ -120,14 +127,17 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
         count, cost = len(spread_indices(source, settings.limit)), None
-        if settings.dry_run or count * defense.most_passes > PASSES_WORTH_A_WORD:
-            cost = runs.estimate_cost(defense, count)
+        steps = sum(one.steps * one.restarts * one.places for one in plan)
+        if settings.dry_run or count * (defense.most_passes + PASSES_PER_STEP * steps) > PASSES_WORTH_A_WORD:
+            bar.say("timing a few passes")
+            cost = runs.estimate_cost(defense, count, *plan)
         if cost is not None and settings.dry_run:
             text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
             sys.stdout.write(text)
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
+        bar.say("measuring the margin that a label needs")
         call: Any = runs.attack if plan else runs.certify
         results = call(
             defense,
@@ -145,11 +155,12 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 
 def cost_words(cost: runs.Cost) -> str:
+    attacks = f"; attacks up to {clock(cost.attack_seconds)} more" if cost.attack_seconds else ""
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
         f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
         f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
-        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
+        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
     )
 
 
@@ -224,7 +235,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
         if engine is None:
-            bar.console.print("measuring the margin that a label needs, on generated images", soft_wrap=True)
+            bar.say("measuring the margin that a label needs, on generated images")
             engine, _ = runs.measure_on_generated(built)  # type: ignore[misc]
             bar.begin(0, bar.total)  # no image's time
         return built.with_engine(engine)
@@ -250,7 +261,7 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         said = [("no", "yes")[value] if isinstance(value, bool) else str(value) for value in values]
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
-    console.print(table)
+    print_table(console, table)
     guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:
         run: Any = runs.read_run(settings.like)

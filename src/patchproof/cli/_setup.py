@@ -16,9 +16,9 @@ from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
-from patchproof.runs import RunFolder, local_rank, preprocessing_for
+from patchproof.runs import local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, Size, require_free
 
 
 def choose_device(name: str) -> torch.device:
@@ -111,7 +111,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     """--output, or below runs/ a name made of the settings; refused where a run is that is not to be resumed."""
     path = _named_folder(command, settings, source) if settings.output is None else Path(settings.output)
     if not local_rank():
-        RunFolder(path).require_free(resume=settings.resume)
+        require_free(path, resume=settings.resume or settings.dry_run)
     return path
 
 

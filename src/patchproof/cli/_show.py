@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import rich.console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 30.0
 
 MEANING = {
-    "undefended": "clean images, classifier alone",
+    "undefended": "clean, classifier alone",
     "undefended_attacked": "attacked, classifier alone",
-    "defended": "clean images, defended",
+    "defended": "clean, defended",
     "attacked": "attacked, defended",
-    "certified": "under any such patch, provably",
+    "certified": "any such patch, provably",
 }
 DETECTION = {
     "attacked": "attacked: right, or an alarm",
-    "certified": "right or an alarm under any such patch, provably",
+    "certified": "right or an alarm, provably",
 }
 
 
@@ -89,6 +90,22 @@ def table_values(table: Table) -> list[dict[str, str]]:
     return [dict(zip(heads, row, strict=True)) for row in zip(*cells, strict=True)]
 
 
+def print_table(console: Console, table: Table) -> None:
+    """Where the lines are too narrow for a row, its first cell is a line, whole, and the others are below it."""
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, style="italic", soft_wrap=True, highlight=False)
+    for row in table_values(table):
+        name, *others = row.items()
+        values = [" ".join(filter(None, (head, text))) for head, text in others if text]
+        console.print(f"[bold]{escape(name[1])}[/]", soft_wrap=True, highlight=False)
+        console.print(Padding(escape(" · ".join(values)), (0, 0, 0, 2)), highlight=False)
+    if table.caption:
+        console.print(table.caption)
+
+
 def remarks_text(remarks: Sequence[str]) -> Text | None:
     """What must be known of the network, for the foot of a table."""
     return Text("; ".join(map(visible, remarks)), style="bold yellow not italic", justify="left") if remarks else None
@@ -119,8 +136,10 @@ class Bar:
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
         self.console, self.shown, self.in_lines = console, shown, shown and not console.is_terminal
-        self.last_line = self.began = time.monotonic()
+        self.last_line = self.began = self.moment = time.monotonic()
         self.done = self.before = self.total = 0
+        self.words = ""
+        self.due: float | None = None
 
         def whole() -> Column:
             return Column(no_wrap=True)
@@ -144,14 +163,25 @@ class Bar:
         self.total, self.began = total, time.monotonic()
         self.progress.reset(self.task, total=total, completed=done, words="")
 
+    def say(self, words: str) -> None:
+        """What is being done before the first image."""
+        self.progress.update(self.task, words=words)
+        if self.in_lines:
+            self.console.print(words, highlight=False, soft_wrap=True)
+
     def at(self, done: int, words: str) -> None:
-        self.done, now = done, time.monotonic()
+        now = time.monotonic()
+        if self.due is None and now - self.last_line > SECONDS_BETWEEN_LINES:
+            self.due = now
+        elif self.in_lines and self.due is not None and now - self.due > 1:
+            # Images come a batch at a time, all at once: so far, and how long that took, is known when the next comes.
+            passed, here = self.moment - self.began, self.done - self.before
+            left = f", {clock(passed / here * (self.total - self.done))} left" if here else ""
+            line = f"{self.done}/{self.total}  {clock(passed)}{left}  {self.words}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+            self.last_line, self.due = now, None
+        self.done, self.moment, self.words = done, now, words
         self.progress.update(self.task, completed=done, words=words)
-        if self.in_lines and now - self.last_line > SECONDS_BETWEEN_LINES:
-            passed, here = now - self.began, done - self.before
-            left = f", {clock(passed / here * (self.total - done))} left" if here else ""
-            self.console.print(f"{done}/{self.total}  {clock(passed)}{left}  {words}", highlight=False, soft_wrap=True)
-            self.last_line = now
 
 
 def clock(seconds: float) -> str:
@@ -164,7 +194,7 @@ class RunBar(Bar):
     """The accuracies of a certification or an attack so far."""
 
     tally: Tally
-    words = ""
+    rates, round = "", 0
 
     def start(self, tally: Tally, total: int) -> None:
         self.tally = tally
@@ -172,12 +202,14 @@ class RunBar(Bar):
 
     def add(self, record: Record) -> None:
         found = reversed(self.tally.rates().items())
-        self.words = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
-        self.at(self.tally.done, self.words)
+        self.rates = " · ".join(f"{name.replace('_', ' ')} {percent(r.rate)}" for name, r in found if r.n)
+        self.round = 0
+        self.at(self.tally.done, self.rates)
 
     def step(self, step: int, steps: int) -> None:
-        """One step of an attack on the images that come next."""
-        self.at(self.tally.done, " · ".join(filter(None, (f"step {step}/{steps}", self.words))))
+        """One step of an attack on the images that come next; each round tries other places, or another way."""
+        self.round += step == 1
+        self.at(self.tally.done, " · ".join(filter(None, (f"round {self.round}, step {step}/{steps}", self.rates))))
 
 
 class TrainingBar(Bar):

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from patchproof.cli._settings import BenchSettings
 from patchproof.cli._setup import open_defense, open_source
-from patchproof.cli._show import Console
+from patchproof.cli._show import Console, print_table
 from patchproof.cli._sources import resolved
 from patchproof.cli._throughput import PEER_BATCH, Memory, Timed, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
@@ -318,7 +318,7 @@ def show(measured: dict[str, Any], console: Console) -> None:
             f"{row['images_per_second']:,.2f}",
             f"{row['images_per_second'] / base:.1f}" if base else "",
         )
-    console.print(table)
+    print_table(console, table)
     console.print(
         "labels: of masked copies, per image, each counted once; again: decided by a later precision; of bare: of the "
         "fastest bare rate; peer: a loop like the published one",
@@ -330,7 +330,7 @@ def show(measured: dict[str, Any], console: Console) -> None:
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():
-        console.print(scaling_table(kind, rows))
+        print_table(console, scaling_table(kind, rows))
 
 
 def scaling_table(kind: str, rows: list[dict[str, Any]]) -> Table:

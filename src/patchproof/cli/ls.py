@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._settings import FLAGS, LsSettings
-from patchproof.cli._show import Console, interval_text, new_table, percent, table_values
+from patchproof.cli._show import Console, interval_text, new_table, percent, print_table, table_values
 from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
@@ -54,8 +54,9 @@ def ls(what: str, pattern: str, settings: LsSettings) -> int:
         sys.stdout.write(json.dumps(shown if isinstance(shown, list) else table_values(shown)) + "\n")
         return 0
     console = Console()
-    if what == "runs" and console.measure(shown, options=console.options.update(width=1000)).maximum > console.width:
-        shown = [line for row in table_values(shown) for line in run_lines(row)]
+    if what == "runs":
+        print_table(console, shown)
+        return 0
     for one in shown if isinstance(shown, list) else [shown]:
         console.print(one, highlight=None if isinstance(one, Table) else False, soft_wrap=not isinstance(one, Table))
     return 0
@@ -93,13 +94,6 @@ def runs_table(root: Path) -> Table:
     for folder in sorted(path.parent for path in root.rglob("manifest.json")):
         table.add_row(escape(str(folder.relative_to(root))), *_run_row(folder))
     return table
-
-
-def run_lines(row: dict[str, str]) -> list[str]:
-    """A row that does not fit on a line: the run's name, whole, and below it what is known of it."""
-    name, *_, status = row.values()
-    values = [f"{head} {text}" for head, text in row.items() if text and head not in ("run", "status")]
-    return [f"[bold]{escape(name)}[/]", f"  {' · '.join([*values, escape(status)])}"]
 
 
 def _run_row(folder: Path) -> list[str]:

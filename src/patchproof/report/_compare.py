@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The paper's families: their names, and how timm's names of their members begin."""
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
+BORDER = "Interval and test disagree, as they may at the border of what so many images can show: the test decides."
 HOLM = "Holm: p corrected for the number of rows tested together."
 MADE = ("date", "commit", "sha256 of the weights")
 """In the files of the runs' table, not on the page."""
@@ -234,11 +235,12 @@ def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
 
 def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) -> Table:
     """One row per run and accuracy: the images on which it differs from the baseline, and what follows."""
-    base, rows = comparisons[0].base.name, list[tuple[Cell, ...]]()
+    base, rows, border = comparisons[0].base.name, list[tuple[Cell, ...]](), False
     for name in names:
         found = [(c.run.name, c.accuracies[name]) for c in comparisons if name in c.accuracies]
         adjusted = holm([paired.p for _, paired in found])
         for (run, paired), p in zip(found, adjusted, strict=True):
+            border |= paired.disagrees(p)
             rows.append((run, name, paired.n, paired.gained, paired.lost, paired, paired.p, p))
     heads = ["run", "accuracy", "images", "gained", "lost", "difference in points", "McNemar p"]
     columns = [*(Column(head, digits=3) for head in heads), Column("p, Holm", digits=3)]
@@ -246,6 +248,8 @@ def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) ->
         f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
         f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
     ]
+    if border:
+        notes.append(BORDER)
     if len(comparisons) > 1:
         return Table("paired", f"Against {base}", columns, rows, [*notes, HOLM])
     columns, rows = columns[1:-1], [row[1:-1] for row in rows]

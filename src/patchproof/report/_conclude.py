@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
-from patchproof.report._compare import TracedRun
+from patchproof.recipes import needs_training
+from patchproof.report._compare import BORDER, TracedRun
 from patchproof.report._content import GUARANTEES, MOST_CLASSES, attacked_rates, by_class
 from patchproof.report._gallery import witness_masks
 from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs, holm
@@ -195,8 +196,8 @@ def _unfinished(run: StoredCertification) -> list[str]:
     return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
 
 
-def next_steps(one: TracedRun) -> list[str]:
-    """What a person can do about this run, most urgent first."""
+def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
+    """What a person can do about this run, most urgent first; `tried` are the strategies that it is compared with."""
     run, rate, steps = one.run, one.certified, _unfinished(one.run)
     failed = not_certified(run)
     if any(record.broken for record in run.attacks):
@@ -205,12 +206,19 @@ def next_steps(one: TracedRun) -> list[str]:
     if rate.interval[1] - rate.interval[0] > WIDE:
         share = min(0.9, max(0.1, rate.rate))
         wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)
-        room = f"the data set has {run.available:,}" if run.available > run.planned else "the data set has no more"
-        steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for an interval of ±{50 * WIDE:.0f} points "
-                     f"({room}).")  # fmt: skip
+        goal, room = f"an interval of ±{50 * WIDE:.0f} points", f"the data set has {run.available:,}"
+        if wanted <= run.available:
+            steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for {goal} ({room}).")
+        else:
+            more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
+            steps.append(f"{more}: {goal} takes about {wanted:,}, and {room}.")
     wrong = sum(record.undefended is False for record in failed)
-    if len(failed) > wrong and "undefended" in run.rates:
-        steps += _more_masks(run) + _training(one.strategy)
+    alone = run.rates.get("undefended")
+    unfit = None if alone is None else needs_training(run.defense, alone.rate, run.rates["defended"].rate)
+    if unfit is not None:
+        steps.append(f"{unfit}.")
+    elif len(failed) > wrong and alone is not None:
+        steps += _more_masks(run) + _training(one.strategy, tried)
     if failed and 3 * wrong >= len(failed):
         steps.append(
             f"Improve the classifier itself: {wrong:,} of {len(failed):,} images without a certificate are "
@@ -243,9 +251,10 @@ def _more_masks(run: StoredCertification) -> list[str]:
     return [f"Try {size} masks: each hides {size_words(then)} pixels instead of {size_words(now)}, for {passes}."]
 
 
-def _training(strategy: str | None) -> list[str]:
-    if strategy is not None and strategy.startswith(STRONG):
-        return [f"Train longer, with more images or a larger network: masks of {strategy} are used already."]
+def _training(strategy: str | None, tried: Collection[str]) -> list[str]:
+    strong = [name for name in (strategy or "", *tried) if name.startswith(STRONG)]
+    if strong:
+        return [f"Train longer, with more images or a larger network: masks of {strong[0]} are used already."]
     instead = ", unless these weights were" if strategy is None else f" instead of {strategy}"
     return [f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."]
 
@@ -261,9 +270,14 @@ def conclude_several(
     adjusted = dict(zip((c.run.name for c in comparisons), holm([c.certified.p for c in comparisons]), strict=True))
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
     many = len(ordered) > 1
+    ps = holm([c.accuracies["defended"].p for c in comparisons])
+    clean = {c.run.name for c, p in zip(comparisons, ps, strict=True) if p < LEVEL}
     for c in ordered[:NAMED]:
         words = _difference(c.certified, c.run.name, base.run.name, adjusted[c.run.name], holm_test=many)
         verdict.append(f"Certified: {words}{_overlap(c) if adjusted[c.run.name] < LEVEL else ''}")
+        if c.run.name in clean:
+            words = _difference(c.accuracies["defended"], c.run.name, base.run.name)
+            verdict.append(f"Defended, on clean images: {words}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
     if many:
@@ -276,14 +290,20 @@ def conclude_several(
         verdict.insert(0, f"Best against the baseline {base.run.name}: {better[0].run.name}.")
         steps.append(f"Go on with {better[0].run.name}.")
     elif ordered:
-        verdict.insert(0, f"No run is clearly better than the baseline {base.run.name}.")
-        steps.append(f"Keep {base.run.name} until a difference is clear.")
+        verdict.insert(0, f"No run certifies clearly more images than the baseline {base.run.name}.")
+        equal = [c for c in ordered if c not in clear and c.run.name in clean]
+        above = [c.run.name for c in equal if c.accuracies["defended"].difference > 0]
+        why = "clearly better on clean images, no clear difference in certificates"
+        steps.append(
+            f"Go on with {above[0]}: {why}." if above else f"Keep {base.run.name} until a difference is clear."
+        )
     unclear = [c for c in ordered if c not in clear and c.certified.images_needed is not None]
     for c in unclear[:1]:
-        needed = c.certified.images_needed
+        needed, has = c.certified.images_needed or 0, c.run.available
+        room = f", and the data set has {has:,}" if needed > has else ""
         steps.append(
             f"{c.run.name}: if the difference is as large as it looks, about {needed:,} images show it four times in "
-            f"five (now {c.certified.n:,})."
+            f"five (now {c.certified.n:,}{room})."
         )
     for name, reason in list(unpaired.items())[:NAMED]:
         verdict.append(f"{name} is not compared with {base.run.name}: {reason}.")
@@ -291,7 +311,8 @@ def conclude_several(
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
     best = max(known, key=lambda one: (one.certified.rate, one.run.name == base.run.name))
     if not unpaired:
-        steps += [step for step in next_steps(best) if step not in steps]
+        tried = {one.strategy or "" for one in traced}
+        steps += [step for step in next_steps(best, tried) if step not in steps]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 
@@ -300,10 +321,12 @@ def _difference(paired: Paired, name: str, base: str, p: float | None = None, *,
     p = paired.p if p is None else p
     value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
     facts = f"95% interval {points_interval(paired)}, McNemar {value}{' (Holm)' if holm_test else ''}, n = {paired.n:,}"
+    border = f" {BORDER}" if paired.disagrees(p) else ""
     if p >= LEVEL:
-        return f"no clear difference between {name} and {base} ({100 * paired.difference:+.1f} points, {facts})."
+        points = f"{100 * paired.difference:+.1f} points"
+        return f"no clear difference between {name} and {base} ({points}, {facts}).{border}"
     where = "above" if paired.difference > 0 else "below"
-    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts})."
+    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts}).{border}"
 
 
 def _overlap(c: Comparison) -> str:

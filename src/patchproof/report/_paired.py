@@ -66,6 +66,11 @@ class Paired:
         differing = self.lost + self.gained
         return min(1.0, 2 * float(bdtr(min(self.lost, self.gained), differing, 0.5))) if differing else 1.0
 
+    def disagrees(self, p: float) -> bool:
+        """Whether the interval says otherwise than the test, whose p may be corrected for several tests."""
+        low, high = self.interval
+        return (low <= 0 <= high) == (p < LEVEL)
+
     @property
     def images_needed(self) -> int | None:
         """So many images show a difference of this size four times in five; None for no difference."""

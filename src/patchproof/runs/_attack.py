@@ -45,15 +45,7 @@ class Attacker:
     ) -> tuple[list[Record], list[dict[str, Tensor]]]:
         """The records with their findings, and for each the pixels to keep of it."""
         if self.attacks is None:
-            classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
-            alone: Sequence[Attack] = ()
-            if classifier is not None and self.plan.target != "defended":
-                bare = Evaluator(classifier, engine, strict=False)
-                alone = undefended_attacks(bare, defense.threat, self.plan, on_step=self.on_step)
-            behind: Sequence[Attack] = ()
-            if self.plan.target != "undefended":
-                behind = defended_attacks(as_judge(defense), self.plan, engine=engine, on_step=self.on_step)
-            self.attacks = alone, behind
+            self.attacks = attacks_on(defense, self.plan, self.on_step)
         every = range(len(records))
         chosen = [row for row in every if records[row].certified or not self.plan.only_certified]
         undefended = self.run(self.attacks[0], every, records, images, labels)
@@ -129,6 +121,21 @@ class Attacker:
             "defense.predict(patched[None]); docs/attacks.md has the lines",
         }
         write_atomically(place / "tables.json", dump_json(facts))
+
+
+def attacks_on(
+    defense: Any, plan: AttackPlan, on_step: OnStep | None = None
+) -> tuple[Sequence[Attack], Sequence[Attack]]:
+    """On the classifier alone, and on the defence."""
+    classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
+    alone: Sequence[Attack] = ()
+    if classifier is not None and plan.target != "defended":
+        bare = Evaluator(classifier, engine, strict=False)
+        alone = undefended_attacks(bare, defense.threat, plan, on_step=on_step)
+    behind: Sequence[Attack] = ()
+    if plan.target != "undefended":
+        behind = defended_attacks(as_judge(defense), plan, engine=engine, on_step=on_step)
+    return alone, behind
 
 
 def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from patchproof.attacks import AttackPlan, attack_in_turn
+from patchproof.attacks.gradient import CANDIDATES
 from patchproof.defenses import device_of
-from patchproof.geometry import MaskSet, covering_masks
+from patchproof.geometry import MaskSet, all_places, covering_masks
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.models import mask_colour
+from patchproof.runs._attack import Attacker, attacks_on
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 
@@ -46,10 +49,19 @@ class Cost:
     """Of the tables of masks and images."""
     peak_bytes: int | None
     """Of everything else, network and passes included, as far as the timed passes show it; None where unknown."""
+    attack_seconds: float = 0.0
+    """Of attacks, where every image withstands them all."""
 
 
-def estimate_cost(defense: Any, images: int) -> Cost | None:
+def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> Cost | None:
     """From a few timed passes over generated images; None for a defence without a classifier."""
+    cost = _certification(defense, images)
+    if cost is None or plan is None:
+        return cost
+    return replace(cost, attack_seconds=images * seconds_of_attack(defense, plan))
+
+
+def _certification(defense: Any, images: int) -> Cost | None:
     masks = getattr(defense, "masks", None)
     if getattr(defense, "classifier", None) is None:
         return None
@@ -130,6 +142,43 @@ def seconds_per_own_pass(defense: Any) -> float:
         passes = int(defense.certify(images, labels).forwards)  # waits for the device
         times.append((time.perf_counter() - began) / passes)
     return min(times)
+
+
+@dataclass(frozen=True)
+class _Steadfast:
+    """A target that no patch moves."""
+
+    labels: torch.Tensor
+
+    def predict(self, images: torch.Tensor) -> torch.Tensor:
+        return self.labels[:1].expand(len(images))
+
+
+def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
+    """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
+    device, moments = device_of(defense), list[float]()
+    if hasattr(defense, "with_engine"):
+        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
+    count = Attacker.images_at_once if device.type == "cuda" else 1
+    images = _one_image(defense).expand(count, -1, -1, -1)
+    labels = defense.predict(images)
+    starts, places = min(plan.restarts, CANDIDATES), plan.places
+    if plan.place_search == "exhaustive":
+        places = len(all_places(defense.threat)) ** defense.threat.patches
+    at_once = min(places, CANDIDATES // starts)
+    first = replace(plan, steps=2, restarts=starts, places=at_once, place_search="grid")
+
+    def stepped(*_: int) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        moments.append(time.perf_counter())
+
+    for attacks in attacks_on(defense, first, stepped):
+        for attack in attacks:
+            attack.target = _Steadfast(labels)
+            attack_in_turn([attack], images, labels, seed=0, indices=range(count))
+    rounds = -(-places // at_once) * -(-plan.restarts // starts)
+    return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2])) / count
 
 
 def _one_image(defense: Any) -> torch.Tensor:

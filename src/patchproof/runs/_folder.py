@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
-from patchproof.types import CheckError, InputError
+from patchproof.types import CheckError, InputError, require_free
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 FOLLOWS_FROM = {
@@ -111,11 +111,6 @@ class RunFolder:
         self.sums_path = path / "records.crc"
         self.spoiled_path = path / "spoiled.json"
 
-    def require_free(self, *, resume: bool) -> None:
-        """Refuse a folder with a run in it that is not to be resumed."""
-        if not resume and self.manifest_path.exists():
-            raise InputError(f"{self.path} already holds a run; continue it with resume=True, or choose another folder")
-
     @contextlib.contextmanager
     def open(
         self, manifest: Mapping[str, Any], *, resume: bool, longer: Callable[[Mapping[str, Any]], bool] | None = None
@@ -136,7 +131,7 @@ class RunFolder:
                 write_atomically(self.manifest_path, dump_json(sealed(manifest)))
                 yield manifest
                 return
-            self.require_free(resume=resume)
+            require_free(self.path, resume=resume)
             stored = read_manifest(self.manifest_path)
             if longer is not None and longer(stored):
                 stored = {**stored, **{key: manifest[key] for key in ("identity", "config", "steps")}}

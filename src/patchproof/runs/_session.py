@@ -55,7 +55,7 @@ from patchproof.runs._record import (
     nested,
 )
 from patchproof.runs.executors import Executor, environment_number, launched
-from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExceededError
+from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExceededError, require_free
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""
@@ -123,8 +123,11 @@ class Session:
         self.how = self.preprocessing or preprocessing_for(self.classifier, self.source.low_resolution, size)
         self.place = None if self.folder is None else RunFolder(Path(self.folder))
         if self.place is not None:
-            self.place.require_free(resume=self.resume)
+            require_free(self.place.path, resume=self.resume)
         require_memory(self.defense)
+        self.classes = None
+        if self.source.class_names and self.classifier is not None:
+            self.classes = torch.tensor(match_labels(self.source.class_names, self.classifier))
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []
@@ -306,9 +309,6 @@ class Session:
         evaluator: Evaluator | None = getattr(self.defense, "evaluator", None)
         if evaluator is None and self.classifier is not None:
             evaluator = Evaluator(self.classifier, Engine())
-        classes = None
-        if self.source.class_names and self.classifier is not None:
-            classes = torch.tensor(match_labels(self.source.class_names, self.classifier))
 
         def groups() -> Iterator[Sequence[int]]:
             for number in numbers:
@@ -318,10 +318,10 @@ class Session:
         workers = self.workers or default_workers()
         batches = load_groups(self.source, self.how, groups(), workers=workers, skip_bad=self.skip_bad, ahead=0)
         for batch, images in images_ahead(((b, b.images) for b in batches), device_of(self.defense)):
-            done = self.evaluated(batch, images, evaluator, classes) if batch.indices else []
+            done = self.evaluated(batch, images, evaluator) if batch.indices else []
             for bad in batch.bad:
                 label = int(self.source.labels[bad.index])
-                known = label if classes is None else int(classes[label])
+                known = label if self.classes is None else int(self.classes[label])
                 empty = dict.fromkeys(getattr(self.defense, "evidence", ()))
                 attack = None if self.attacker is None else AttackFindings()
                 record = Record(bad.index, bad.path, known, evidence=empty, attack=attack, error=bad.reason)
@@ -329,15 +329,13 @@ class Session:
             done.sort(key=lambda one: one.record.index)
             yield claimed.popleft(), Piece(done, 0 if evaluator is None else evaluator.chunk)
 
-    def evaluated(
-        self, batch: Batch, images: Tensor, evaluator: Evaluator | None, classes: Tensor | None
-    ) -> list[Done]:
+    def evaluated(self, batch: Batch, images: Tensor, evaluator: Evaluator | None) -> list[Done]:
         """Undefended (by the bare classifier), defended and certified, for each image of a batch; then attacked.
 
         `forwards` counts the masked copies that the answer and the certificate took together; the one unmasked pass of
         the undefended answer is not part of the defence.
         """
-        labels = (batch.labels if classes is None else classes[batch.labels]).to(images.device)
+        labels = (batch.labels if self.classes is None else self.classes[batch.labels]).to(images.device)
         if int(labels.min()) < 0:
             raise InputError(f"labels cannot be negative: image {batch.indices[int(labels.argmin())]} has one that is")
         undefended = None

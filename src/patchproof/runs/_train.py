@@ -33,7 +33,7 @@ from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, p
 from patchproof.runs._record import Rate
 from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import CheckError, InputError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,7 +114,7 @@ def train(
     path = None if folder is None else Path(folder)
     place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
     if place is not None:
-        place.require_free(resume=resume)
+        require_free(place.path, resume=resume)
     network = _as_image_classifier(classifier, source)
     rate = paper_learning_rate(network.architecture) if plan.learning_rate is None else plan.learning_rate
     training_data = TrainingData(

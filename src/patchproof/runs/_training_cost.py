@@ -23,8 +23,8 @@ from patchproof.training.search import Memory
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
 
-TIMED_STEPS = 4
-"""Steps that are timed; the first of several does not count."""
+TIMED_STEPS, ENOUGH_SECONDS = 4, 20.0
+"""Steps that are timed, fewer where they take longer; the first of several does not count."""
 
 
 class _EnoughError(Exception):
@@ -60,7 +60,7 @@ def estimate_training(
     def stepped(report: StepReport) -> None:
         moments.append(time.perf_counter())
         searches.append(report.search_seconds)
-        if len(moments) > TIMED_STEPS:
+        if len(moments) > TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
             raise _EnoughError
 
     with suppress(_EnoughError):
