@@ -67,7 +67,8 @@ def main() -> None:
         steps = first + (arguments.epochs - 1) * later
         rows.append({"strategy": name, "first_epoch": first, "later_epochs": later, "steps": steps})
         rows[-1]["share"] = steps / rows[0]["steps"]
-        print(f"{name}: {1000 * first:.1f} ms per step, later {1000 * later:.1f} ms; {rows[-1]['share']:.2f} of the time")
+        share = rows[-1]["share"]
+        print(f"{name}: {1000 * first:.1f} ms per step, later {1000 * later:.1f} ms; {share:.2f} of the time")
     settings = {name: getattr(arguments, name) for name in ("model", "memory_tries", "batch_size", "epochs")}
     settings |= {name: getattr(arguments, name) for name in ("precision", "compile")}
     report = {"device": device_name(torch.device(arguments.device)), "versions": versions(), **settings, "rows": rows}
