@@ -44,7 +44,8 @@ def throughput() -> Iterator[str]:
         precision = found.get("precision", found["config"]["precision"])
         precision += ", compiled" if found.get("compile", found["config"]["compile"]) else ""
         images = f"{found['images']}{', all survive' if found['config']['surviving'] else ''}"
-        cells = [found["model"], found["machine"]["device"], precision, images, f"{bare:,.0f}"]
+        model = found["model"] + (", tokens dropped" if found["config"].get("drop_tokens") else "")
+        cells = [model, found["machine"]["device"], precision, images, f"{bare:,.0f}"]
         rates = [
             row.get("needed_per_second") or row["passes_per_second"] for row in (every, early, rows["ours, predict"])
         ]
@@ -118,6 +119,20 @@ def greedy_steps() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def strategy_times() -> Iterator[str]:
+    """A training with each strategy as a share of one with the first."""
+    yield "| model | device | precision | batch | strategy | ms per step, first epoch | later | share of the time |"
+    yield f"|---|---|---|---:|---|{'---:|' * 3}"
+    for path in sorted((HERE / "results").glob("strategy-time-*.json")):
+        found = json.loads(path.read_text())
+        precision = found["precision"] + (", compiled" if found["compile"] else "")
+        for row in found["rows"]:
+            cells = [found["model"], found["device"], precision, str(found["batch_size"]), row["strategy"]]
+            cells += [f"{1000 * row[part]:.0f}" for part in ("first_epoch", "later_epochs")]
+            cells.append(f"{row['share']:.2f}")
+            yield f"| {' | '.join(cells)} |"
+
+
 FORMS = ("fp32", "tf32", "bf16 autocast", "bf16 converted", "fp16 converted", "bf16 compiled")
 
 
@@ -160,6 +175,7 @@ TABLES = {
     "precision": precision,
     "gaps": gaps,
     "greedy-steps": greedy_steps,
+    "strategy-times": strategy_times,
     "memory": memory,
 }
 

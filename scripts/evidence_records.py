@@ -83,6 +83,7 @@ class Onslaught:
     device: str
 
 
+LEADERBOARD = "leaderboard"
 DEFENSES = ("double masking", "mask removed", "literal rule")
 
 
@@ -113,7 +114,7 @@ def training(path: Path) -> StoredTraining | None:
 
 def read(folder: Path) -> list[Result]:
     """Every certification below the folder, but those of the leaderboard (scripts/leaderboard.py)."""
-    return [result(path, folder) for path in runs_of("certify", folder) if path.parents[1].name != "leaderboard"]
+    return [result(path, folder) for path in runs_of("certify", folder) if path.parents[1].name != LEADERBOARD]
 
 
 def result(path: Path, root: Path) -> Result:
@@ -156,8 +157,8 @@ def last_loss(training: StoredTraining) -> float:
 
 
 def read_attacks(folder: Path) -> list[Attacked]:
-    """Every run of attacks below the folder."""
-    return [attacked(path, folder) for path in runs_of("attack", folder)]
+    """Every run of attacks below the folder, but those of the leaderboard."""
+    return [attacked(path, folder) for path in runs_of("attack", folder) if path.parents[1].name != LEADERBOARD]
 
 
 def attacked(path: Path, root: Path) -> Attacked:

@@ -201,6 +201,19 @@ def votes_table() -> str:
     return "\n".join(lines)
 
 
+def attacks_table() -> str:
+    """Certified images of each defence under attack by what knows its rule."""
+    lines = ["| defence | network | certified and attacked | broken | passes per attacked image |", "|---|---|---:|---:|---:|"]
+    for path in runs_of("attack", FOLDER):
+        run = stored(path)
+        tried = [record for record in run.attacks if record.attack.attacked is not None]
+        passes = statistics.mean(record.attack.passes for record in tried)
+        note = (path.parent / "note.txt").read_text("utf-8").strip()
+        broken = sum(record.broken for record in tried)
+        lines.append(f"| {run.defense} | {note} | {len(tried)} | {broken} | {passes:,.0f} |")
+    return "\n".join(lines)
+
+
 def between(text: str, name: str, content: str) -> str:
     """The text with this content between its two marks."""
     before, _, rest = text.partition(f"<!-- {name} -->")
@@ -213,7 +226,7 @@ def files() -> dict[Path, str]:
     return {
         FOLDER / "leaderboard.json": json.dumps({"schema": SCHEMA, "rows": found}, indent=2, ensure_ascii=False) + "\n",
         FOLDER / "index.html": page(found),
-        document: between(text, "votes", votes_table()),
+        document: between(between(text, "votes", votes_table()), "attacks", attacks_table()),
     }
 
 

@@ -218,7 +218,7 @@ def test_the_numbers_under_attack_are_what_a_plain_count_gives(rebuild):
     campaigns = [json.loads(path.read_text("utf-8"))["double masking"] for path in RESULTS.glob("campaign/*.json")]
     assert numbers["campaign/tried"] == str(sum(len(set(one["indices"])) for one in campaigns))
     assert numbers["campaign/broken"] == str(sum(len(one["breaks"]) for one in campaigns)) == "0"
-    for folder in RESULTS.glob("*/*/attack-*"):
+    for folder in set(RESULTS.glob("*/*/attack-*")) - set(RESULTS.glob("leaderboard/*/attack-*")):
         for record in records(folder):
             assert record["certified"] <= record["attacked"] <= record["defended"]
             assert record["undefended_attacked"] <= record["undefended"]
