@@ -91,29 +91,48 @@ class Twin:
         """Take over the weights of `module`; on `trial`, scale convolutions at random, which must change nothing."""
         theirs: dict[str, Any] = dict(module.named_modules())
         values = {name: _own(part) for name, part in theirs.items()}
-        for convolution, normalisation in self.scaled:
-            conv, bn = theirs[convolution], theirs[normalisation]
-            variance = bn.running_var + bn.eps
-            exponent = -(variance.log2() / 2).round()
-            if trial is not None:
-                exponent = torch.randint(-3, 4, exponent.shape, generator=trial).to(exponent)
-            scale = torch.exp2(exponent)  # a power of two: exact
-            moved = {id(conv.weight): conv.weight * scale[:, None, None, None]}
-            moved |= {id(conv.bias): conv.bias * scale} if conv.bias is not None else {}
-            moved |= {id(bn.running_mean): bn.running_mean * scale}
-            moved |= {id(bn.running_var): variance * scale.square() - bn.eps}
-            for name in (convolution, normalisation):
-                values[name] = [moved.get(id(tensor), tensor) for tensor in values[name]]
-        wanted = [
-            (mine, rounded(value, mine.dtype) if isinstance(part, nn.Conv2d) and value.ndim == 4 else value)
-            for name, part in self.mine.items()
-            for mine, value in zip(_own(part), values[name], strict=True)
-        ]
+        for name, moved in self._moved(theirs, trial).items():
+            values[name] = [moved.get(id(tensor), tensor) for tensor in values[name]]
+        wanted: list[tuple[Tensor, Tensor]] = []
+        kernels: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for name, part in self.mine.items():
+            for mine, value in zip(_own(part), values[name], strict=True):
+                if isinstance(part, nn.Conv2d) and value.ndim == 4 and value[0, 0].numel() > 1:
+                    kernels.setdefault((value[0, 0].numel(), mine.dtype), []).append((mine, value))
+                else:
+                    wanted.append((mine, value))
+        # Kernels of one size are rounded together: a training step waits for this, and each is a few numbers.
+        for (taps, dtype), some in kernels.items():
+            flat = rounded(torch.cat([value.reshape(-1, 1, 1, taps) for _, value in some]), dtype)
+            parts = flat.split([value.shape[0] * value.shape[1] for _, value in some])
+            wanted += [(mine, part.view(mine.shape)) for (mine, _), part in zip(some, parts, strict=True)]
         for mine, original in wanted:
             if mine.device != original.device:
                 mine.data = mine.data.to(original.device)
         torch._foreach_copy_([mine for mine, _ in wanted], [original for _, original in wanted])
         self.seen = fingerprint(module)
+
+    def _moved(self, theirs: dict[str, Any], trial: torch.Generator | None) -> dict[str, dict[int, Tensor]]:
+        """What becomes of the tensors of scaled convolutions and their normalisations, by module and tensor."""
+        found: dict[str, dict[int, Tensor]] = {}
+        if not self.scaled:
+            return found
+        pairs = [(theirs[convolution], theirs[normalisation]) for convolution, normalisation in self.scaled]
+        sizes = [bn.num_features for _, bn in pairs]
+        mean, variance = (torch.cat([getattr(bn, name) for _, bn in pairs]) for name in ("running_mean", "running_var"))
+        epsilon = torch.tensor([bn.eps for _, bn in pairs]).repeat_interleave(torch.tensor(sizes)).to(variance)
+        exponent = -((variance + epsilon).log2() / 2).round()
+        if trial is not None:
+            exponent = torch.randint(-3, 4, exponent.shape, generator=trial).to(exponent)
+        scale = torch.exp2(exponent)  # powers of two: exact
+        of_pairs = (scale, mean * scale, (variance + epsilon) * scale.square() - epsilon)
+        rows = zip(self.scaled, pairs, *(values.split(sizes) for values in of_pairs), strict=True)
+        for names, (conv, bn), factor, moved_mean, moved_variance in rows:
+            moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
+            moved |= {id(conv.weight): conv.weight * factor[:, None, None, None]}
+            moved |= {id(conv.bias): conv.bias * factor} if conv.bias is not None else {}
+            found |= dict.fromkeys(names, moved)
+        return found
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
