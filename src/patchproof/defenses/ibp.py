@@ -162,8 +162,8 @@ class IntervalBounds:
     def _bounds(
         self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]
     ) -> tuple[Float[Tensor, " b"], Int64[Tensor, " b"]]:
-        """The least lower bound of logit_y − logit_c, c ≠ y, with any pixels inside the window of each image, and its c;
-        −∞ where one is no number, which proves nothing."""
+        """The least lower bound of logit_y − logit_c, c ≠ y, with any pixels inside the window of each image, and that
+        c; −∞ where a bound is no number, which proves nothing."""
         patch, exact = inside(windows, self.threat.image_size), images.double()
         lower, upper = torch.where(patch, 0.0, exact), torch.where(patch, 1.0, exact)
         with evaluating(self.classifier):
