@@ -180,7 +180,7 @@ FIELD_RECIPES: Mapping[str, FieldRecipe] = {
         ),
     )
 }
-"""One for each defence of the paper's Table 1, and PatchCleanser with two strategies after plain training."""
+"""One for each defence of the paper's Table 1; BagNets, and PatchCleanser with two strategies, after plain training."""
 
 
 @cache
