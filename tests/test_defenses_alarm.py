@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import patchproof as pp
 import reference
 from patchproof.defenses import assess
+from patchproof.runs import estimate_cost
+from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 from reference import measured
 from test_defenses_patchcleanser import CASES, TWO_PATCHES, random_case
@@ -80,3 +82,17 @@ def test_an_alarm_is_never_certified_also_by_a_defence_that_says_so_of_everythin
     assert found.predictions.tolist() == [2, -1, 0]
     assert found.certificates.certified.tolist() == [True, False, True]
     assert assess(defense, images, torch.tensor([0, 1, 2])).certificates.margin.tolist() == [0, 1, 2]
+
+
+def test_attacks_are_timed_also_where_the_timed_image_raises_an_alarm():
+    def classifier(images):
+        """Which half is brighter; with a black mask, the one that it spares."""
+        halves = images[..., :4, :].mean(dim=(1, 2, 3)), images[..., 4:, :].mean(dim=(1, 2, 3))
+        return 9 * torch.stack(halves, dim=1)
+
+    classifier.fill = (0.0, 0.0, 0.0)
+    defense = pp.defense("alarm", classifier, pp.PatchThreat((8, 8), ((2, 2),)), per_axis=2)
+    assert defense.predict(generated_images(1, 3, (8, 8))).tolist() == [-1]
+    cost = estimate_cost(defense, 4, pp.AttackPlan(steps=10))
+    assert cost is not None
+    assert cost.attack_seconds > 0

@@ -134,6 +134,17 @@ def test_every_position_of_every_size_is_bounded_and_windows_change_no_verdict(g
     assert (wrong.margin < 0).all()
 
 
+@pytest.mark.parametrize("patch", [(9, 8), (9, 7), (8, 6), (1, 8)])
+def test_few_positions_and_no_images(patch, generator):
+    """Fewer positions than a block holds, and an image that is one row of them."""
+    classifier, images = network(), torch.rand(5, 2, *SIZE, generator=generator)
+    defense = IntervalBounds(classifier, pp.PatchThreat(SIZE, (patch,)))
+    taken = defense.certify(images, classifier(images).argmax(dim=1)).forwards
+    assert defense.fewest_passes <= int(taken.min()) <= int(taken.max()) <= defense.most_passes
+    none = defense.certify(images[:0], torch.zeros(0, dtype=torch.int64))
+    assert none.certified.shape == none.forwards.shape == defense.predict(images[:0]).shape == (0,)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 4), (3, 2), (7, 9)])
 def test_quarters_hold_every_position_once(size):
     parts, singles = torch.tensor([(2, 3, *size, 2, 3)]), []
@@ -174,6 +185,8 @@ def test_a_bound_that_is_no_number_proves_nothing(generator):
     classifier.module[0].bias.data[0] = torch.nan
     found = IntervalBounds(classifier, THREAT).certify(images, torch.zeros(2, dtype=torch.int64))
     assert not found.certified.any()
+    assert (found.margin == -torch.inf).all()
+    assert (found.evidence["worst.label"] != 0).all()
 
 
 def test_a_run_certifies_with_it(generator):

@@ -11,7 +11,14 @@ from patchproof.cli._show import Console
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat
 from patchproof.models import load_classifier
-from patchproof.recipes import ARCHITECTURES, FIELD_RECIPES, find_recipe, matching_recipes, recipes
+from patchproof.recipes import (
+    ARCHITECTURES,
+    FIELD_RECIPES,
+    find_recipe,
+    matching_recipes,
+    needs_training,
+    recipes,
+)
 from patchproof.training import STRATEGIES, Plan
 from patchproof.training.losses import LOSSES
 from patchproof.types import InputError
@@ -62,6 +69,8 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
     assert cells["cifar10-32px-derandomized-smoothing"] == [68.9, 56.2]
     assert cells["cifar10-32px-bagcert"] == [72.9, 60.0]
     threat = PatchThreat((32, 32), ((5, 5),))
+    for name in families - {"patchcleanser"}:
+        assert f"the recipe cifar10-32px-{name} trains one" in str(needs_training(name, 0.9, 0.4))
     for name, recipe in FIELD_RECIPES.items():
         tokens = ["train", "--recipe", name]
         kind, layers = _layers(tokens)
@@ -70,7 +79,8 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
         _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         settings = bound.arguments["settings"]
         if recipe.start:
-            with pytest.raises(InputError, match=f"`patchproof train --recipe {recipe.start} .* then add --weights"):
+            first = f"`patchproof train --recipe {recipe.start} --output runs/{recipe.start}`, then add --weights runs/"
+            with pytest.raises(InputError, match=first):
                 trained(settings, Console())
         plan = part(settings, Plan)
         assert plan.epochs == epochs[name]

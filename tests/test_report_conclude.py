@@ -136,6 +136,8 @@ def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, 
     assert found.verdict[0] == "No run certifies clearly more images than the baseline poor."
     assert any(text.startswith("Defended, on clean images: plain is") for text in found.verdict)
     assert found.steps[0].startswith("Go on with plain: clearly better on clean images")
+    verdict = build_report([poor, runs[0], runs[2]]).conclusion.verdict
+    assert all("(Holm)" in text for text in verdict if text.startswith("Defended, on clean images"))
     first, second = (read_run(folder) for folder in (poor, runs[0]))
     traced = [TracedRun(first, "poor", "greedy"), TracedRun(second, "plain", "cutout")]
     steps = conclude_several(traced, traced[0], [compare(first, second)], {}).steps

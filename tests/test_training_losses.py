@@ -105,6 +105,9 @@ def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(bl
     (slope,) = torch.autograd.grad(scores.sum(), logits, retain_graph=True)
     spread = logits.abs().mean()
     torch.testing.assert_close(slope, (soft := (logits / spread).sigmoid()) * (1 - soft) / spread)
+    nothing = torch.zeros(4, requires_grad=True)
+    (slope,) = torch.autograd.grad(step_scores(nothing).sum(), nothing)
+    assert (slope.isfinite() & (slope < 1e8)).all()
     margins = [slow_margins(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
     threat = pp.PatchThreat((10, 10), THREAT.patch_sizes)
     for sharpness in (8.0, 1e5):

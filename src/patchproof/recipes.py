@@ -180,7 +180,7 @@ FIELD_RECIPES: Mapping[str, FieldRecipe] = {
         ),
     )
 }
-"""One for each defence of the paper's Table 1, and PatchCleanser with two strategies after plain training."""
+"""One for each defence of the paper's Table 1; BagNets, and PatchCleanser with two strategies, after plain training."""
 
 
 @cache
@@ -210,7 +210,8 @@ def find_recipe(name: str) -> Recipe | FieldRecipe:
 def needs_training(defense: str, undefended: float, defended: float) -> str | None:
     """Where a defence answers far worse than the classifier alone: it needs networks of its family, and how one is
     trained."""
-    recipe = next((r for r in FIELD_RECIPES.values() if r.defense == defense != "patchcleanser"), None)
+    found = (r for r in FIELD_RECIPES.values() if r.defense == defense != "patchcleanser" and r.expectations)
+    recipe = next(found, None)
     if recipe is None or 2 * defended >= undefended:
         return None
     names = ("model", "strategy", "loss")

@@ -311,7 +311,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     if start is not None and settings.weights is None:
         raise InputError(
             f"recipe {settings.recipe} goes on from the network of another: first `patchproof train --recipe {start} "
-            "--output runs/plain`, then add --weights runs/plain/checkpoint-last"
+            f"--output runs/{start}`, then add --weights runs/{start}/checkpoint-last"
         )
     plan: Plan = part(replace(settings, teacher=None), Plan)
     accelerator = start_accelerator(plan, choose_device(settings.device), log_with=tracker)

@@ -75,7 +75,7 @@ class IntervalBounds:
     @property
     def fewest_passes(self) -> int:
         """Of an image that fails at once."""
-        return min(BLOCK, self.most_passes)
+        return min(BLOCK, len(self.parts))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -104,35 +104,31 @@ class IntervalBounds:
         """
         require_images(images, self.threat.image_size)
         require_labels(labels, len(images))
-        labels, count = labels.to(images.device), len(images)
+        labels, count, device = labels.to(images.device), len(images), images.device
         require_classes(label_range(labels), self._logits(images[:1]).shape[1])
-        bound = torch.full((count,), torch.inf, dtype=torch.float64, device=images.device)
+        bound = torch.full((count,), torch.inf, dtype=torch.float64, device=device)
         forwards, rival, place = torch.zeros_like(labels), torch.zeros_like(labels), labels.new_zeros(count, 4)
         # A row for each open part of the positions: its image, the part, and a bound on what it is part of.
-        image = torch.arange(count, device=images.device).repeat_interleave(len(self.parts))
-        parts = self.parts.to(images.device).repeat(count, 1)
-        doubt = torch.arange(len(self.parts), device=images.device).double().repeat(count)
+        image = torch.arange(count, device=device).repeat_interleave(len(self.parts))
+        parts = self.parts.to(device).repeat(count, 1)
+        doubt = torch.arange(len(self.parts), device=device).double().repeat(count)
         block = BLOCK
         while len(image):
-            order = doubt.argsort(stable=True)
-            order = order[image[order].argsort(stable=True)]
+            order = by_image(image, doubt)
             image, parts, doubt = image[order], parts[order], doubt[order]
-            now = torch.arange(len(image), device=image.device) - torch.searchsorted(image, image) < block
+            now = torch.arange(len(image), device=device) - torch.searchsorted(image, image) < block
             rows, tried, windows = image[now], parts[now], windows_of(parts[now])
             chunks = zip(rows.split(self.images_at_once), windows.split(self.images_at_once), strict=True)
-            margins = torch.cat([self._bounds(images[some], labels[some], window) for some, window in chunks])
-            least, other = margins.nan_to_num(nan=-torch.inf, posinf=torch.inf).min(dim=1)
-            forwards += rows.bincount(minlength=count)
+            found = [self._bounds(images[some], labels[some], window) for some, window in chunks]
+            least, other = (torch.cat(values) for values in zip(*found, strict=True))
             proven, single = least > 0, (tried[:, 2:4] == 1).all(dim=1)
+            tries, passes = rows.unique_consecutive(return_counts=True)
+            forwards[tries] += passes
             # The smallest bound of each image among those that decide, and where it is.
             decisive = least.where(proven | single, torch.inf)
-            smallest = torch.full_like(bound, torch.inf).scatter_reduce(0, rows, decisive, "amin")
-            number = torch.arange(len(rows), device=rows.device)
-            at = torch.full_like(labels, len(rows)).scatter_reduce(
-                0, rows, number.where(decisive == smallest[rows], len(rows)), "amin"
-            )
-            found = torch.nonzero(smallest < bound)[:, 0]
-            bound[found], rival[found], place[found] = smallest[found], other[at[found]], windows[at[found]]
+            at = by_image(rows, decisive)[passes.cumsum(dim=0) - passes]
+            at = at[decisive[at] < bound[tries]]
+            bound[rows[at]], rival[rows[at]], place[rows[at]] = decisive[at], other[at], windows[at]
             cut = ~proven & ~single
             image = torch.cat([image[~now], rows[cut].repeat(4)])
             parts = torch.cat([parts[~now], quarters(tried[cut])])
@@ -163,18 +159,29 @@ class IntervalBounds:
 
         return torch.cat([central_first(torch.tensor(singles))[:BLOCK], central_first(torch.tensor(squares))])
 
-    def _bounds(self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]) -> Float[Tensor, "b classes"]:
-        """Lower bounds of logit_y − logit_c with any pixels inside the window of each image; ∞ for c = y."""
+    def _bounds(
+        self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]
+    ) -> tuple[Float[Tensor, " b"], Int64[Tensor, " b"]]:
+        """The least lower bound of logit_y − logit_c, c ≠ y, with any pixels inside the window of each image, and that
+        c; −∞ where a bound is no number, which proves nothing."""
         patch, exact = inside(windows, self.threat.image_size), images.double()
         lower, upper = torch.where(patch, 0.0, exact), torch.where(patch, 1.0, exact)
         with evaluating(self.classifier):
-            return margin_bounds(self.classifier, lower, upper, labels).scatter(1, labels[:, None], torch.inf)
+            bounds = margin_bounds(self.classifier, lower, upper, labels).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        least, other = bounds.scatter(1, labels[:, None], torch.inf).min(dim=1)
+        return least, other
 
     def _logits(self, images: Tensor) -> Float[Tensor, "b classes"]:
         tensors = {**dict(self.classifier.named_parameters()), **dict(self.classifier.named_buffers())}
         exact = {name: value.double() for name, value in tensors.items() if value.is_floating_point()}
         with evaluating(self.classifier):
             return torch.func.functional_call(self.classifier, exact, (images.double(),))
+
+
+def by_image(image: Int64[Tensor, " n"], value: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """The order of the rows by image, and of those of an image by value."""
+    order = value.argsort(stable=True)
+    return order[image[order].argsort(stable=True)]
 
 
 def windows_of(parts: Int64[Tensor, "n 6"]) -> Int64[Tensor, "n 4"]:

@@ -271,12 +271,13 @@ def conclude_several(
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
     many = len(ordered) > 1
     ps = holm([c.accuracies["defended"].p for c in comparisons])
-    clean = {c.run.name for c, p in zip(comparisons, ps, strict=True) if p < LEVEL}
+    clean = {c.run.name: p for c, p in zip(comparisons, ps, strict=True) if p < LEVEL}
     for c in ordered[:NAMED]:
         words = _difference(c.certified, c.run.name, base.run.name, adjusted[c.run.name], holm_test=many)
         verdict.append(f"Certified: {words}{_overlap(c) if adjusted[c.run.name] < LEVEL else ''}")
         if c.run.name in clean:
-            words = _difference(c.accuracies["defended"], c.run.name, base.run.name)
+            paired, p = c.accuracies["defended"], clean[c.run.name]
+            words = _difference(paired, c.run.name, base.run.name, p, holm_test=many)
             verdict.append(f"Defended, on clean images: {words}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")

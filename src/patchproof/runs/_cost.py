@@ -133,7 +133,7 @@ def peak_memory(device: torch.device) -> int | None:
 def seconds_per_own_pass(defense: Any) -> float:
     """Of a defence without masks, whatever a pass is to it: one certification of a generated image."""
     images = _one_image(defense)
-    labels = defense.predict(images)
+    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
     if hasattr(defense, "with_engine"):
         defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
     times = []
@@ -161,7 +161,7 @@ def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
         defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
     count = Attacker.images_at_once if device.type == "cuda" else 1
     images = _one_image(defense).expand(count, -1, -1, -1)
-    labels = defense.predict(images)
+    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
     starts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
         places = len(all_places(defense.threat)) ** defense.threat.patches

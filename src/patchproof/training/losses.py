@@ -27,7 +27,7 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
     The step is blind to the scale of the logits, so the sigmoid is as wide as they are spread: else most cells of a
     network with large logits would get no gradient.
     """
-    soft = (logits / logits.detach().abs().mean().clamp(min=torch.finfo(logits.dtype).tiny)).sigmoid()
+    soft = (logits / logits.detach().abs().mean().clamp(min=torch.finfo(logits.dtype).eps)).sigmoid()
     return (logits > 0).to(soft) + (soft - soft.detach())
 
 
