@@ -65,8 +65,8 @@ def main() -> None:
     for name in arguments.strategies:
         first, later = (statistics.mean(turn[name][part] for turn in turns) for part in (0, 1))
         steps = first + (arguments.epochs - 1) * later
-        rows.append({"strategy": name, "first_epoch": first, "later_epochs": later, "steps": steps})
-        rows[-1]["share"] = steps / rows[0]["steps"]
+        rows.append({"strategy": name, "first_epoch": first, "later_epochs": later, "sum_over_epochs": steps})
+        rows[-1]["share"] = steps / rows[0]["sum_over_epochs"]
         share = rows[-1]["share"]
         print(f"{name}: {1000 * first:.1f} ms per step, later {1000 * later:.1f} ms; {share:.2f} of the time")
     settings = {name: getattr(arguments, name) for name in ("model", "memory_tries", "batch_size", "epochs")}
