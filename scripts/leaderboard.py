@@ -203,7 +203,10 @@ def votes_table() -> str:
 
 def attacks_table() -> str:
     """Certified images of each defence under attack by what knows its rule."""
-    lines = ["| defence | network | certified and attacked | broken | passes per attacked image |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| defence | network | certified and attacked | broken | passes per attacked image |",
+        "|---|---|---:|---:|---:|",
+    ]
     for path in runs_of("attack", FOLDER):
         run = stored(path)
         tried = [record for record in run.attacks if record.attack.attacked is not None]
