@@ -473,6 +473,8 @@ def test_images_that_are_gone_leave_a_note_and_other_masks_another(certified, tm
 @NEEDS_GRADIO
 def test_what_is_no_run_is_refused(tmp_path, checkpoint, capsys):
     assert run(["explore", str(tmp_path / "nothing"), "--device", "cpu"]) == 2
+    assert_one_line(capsys.readouterr().err, r"no such folder: .*nothing")
+    assert run(["explore", str(tmp_path), "--device", "cpu"]) == 2
     assert_one_line(capsys.readouterr().err, r"not the folder of a run")
     assert run(["explore", str(checkpoint), "--port", "70000"]) == 2
     assert_one_line(capsys.readouterr().err, r"--port must be from 1 to 65535, not 70000")
