@@ -156,11 +156,12 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 def cost_words(cost: runs.Cost) -> str:
     attacks = f"; attacks up to {clock(math.ceil(cost.attack_seconds))} more" if cost.attack_seconds else ""
+    memory = (cost.table_bytes + (cost.peak_bytes or 0)) / 1e9
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
         f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
-        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))} at {cost.passes_per_second:,.0f} passes/s; "
-        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
+        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))} "
+        f"at {cost.passes_per_second:,.0f} passes/s; {memory:,.1f} GB{attacks}"
     )
 
 

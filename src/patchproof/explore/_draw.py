@@ -94,12 +94,13 @@ def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
                 f'style="background-color: rgb{colour(margin, scale)}; color: {ink}">'
                 f"{f'<i>{margin:z.{digits}f}</i>' * (n <= NUMBERED)}</span>"
             )
+    end = f"{scale:.{digits}f}"
     stops = ", ".join(f"rgb{colour(share * scale, scale)}" for share in (-1, 0, 1))
     return (
         f'<figure class="pp-heat"><div class="pp-grid" style="--n: {n}" role="img" '
         f'aria-label="Margin of {name} under every pair of {n} masks">{cells}</div><figcaption class="pp-legend">'
-        f'<span class="pp-scale">−{scale:.{digits}f}<i class="pp-bar" style="background: linear-gradient(to right, {stops})">'
-        f"</i>+{scale:.{digits}f}</span><span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
+        f'<span class="pp-scale">−{end}<i class="pp-bar" style="background: linear-gradient(to right, {stops})">'
+        f"</i>+{end}</span><span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
         "<span>↓ first mask, → second mask</span>"
         '<span><i class="pp-key pp-cell-wrong"></i> another label wins</span>'
         '<span><i class="pp-key pp-cell-close"></i> too close to count</span></figcaption></figure>'
