@@ -302,6 +302,7 @@ WRONG = [
         "coatnet_0_224 has no weights of its own: .* `random` if you mean it",
     ),
     ("train", "no network is named to train: give --weights, .* or --model"),
+    ("certify --masks 2.5", "Invalid value for --masks: it must be a whole number, not 2.5"),
     ("certify --limit 5.7", "Invalid value for --limit: it must be a whole number, not 5.7"),
     ("certify --batch-size 2.5", "--batch-size: it must be a whole number or auto, not 2.5"),
     ("train --epochs 1.9", "Invalid value for --epochs: it must be a whole number, not 1.9"),
@@ -358,6 +359,12 @@ def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(p
     picture(5).save(photos / "fox" / "0.png")
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox")
+
+
+def test_the_folder_of_a_training_is_no_checkpoint_but_has_one(tmp_path, capsys):
+    (tmp_path / "trained" / "checkpoint-last").mkdir(parents=True)
+    assert certify("--weights", tmp_path / "trained") == 2
+    assert_one_line(capsys.readouterr().err, "trained is no checkpoint folder; did you mean .*trained/checkpoint-last")
 
 
 def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, capsys):
@@ -558,6 +565,8 @@ def test_a_dry_run_estimates_and_writes_nothing(capsys, monkeypatch):
     assert (cost["fewest_passes"], cost["most_passes"]) == (360, 6660)
     assert 0 < cost["fewest_seconds"] < cost["most_seconds"]
     assert cost["peak_bytes"] > cost["table_bytes"] > 0
+    assert certify("--masks", 1, "--limit", 1, "--dry-run") == 0
+    assert "to 0:00:00" not in capsys.readouterr().out  # an upper bound is rounded up
     assert not Path("runs").exists()
     monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 10_000)
     assert certify("--masks", 20) == 2

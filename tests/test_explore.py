@@ -357,6 +357,20 @@ def test_the_heat_map_marks_every_cell_by_more_than_colour(checkpoint):
     assert html.count("pp-selected") == 1
 
 
+@pytest.mark.parametrize(("scale", "number"), [(30.0, r"-?\d+\.\d"), (0.2, r"-?0\.\d\d")])
+def test_numbers_in_the_heat_map_are_fine_enough_and_never_minus_zero(checkpoint, scale, number):
+    explorer = open_explorer(checkpoint, dataset="fashion-mini")
+    shown = explorer.pick(explorer.records[0])
+    margins = scale * torch.linspace(-1, 1, 81).reshape(9, 9)
+    margins[0] = -1e-4
+    html = draw.heat_map(explorer, shown, replace(shown.finding.copies, margins=margins))
+    written = re.findall(r"<i>(\S+)</i></span>", html)
+    assert len(written) == 81
+    assert all(re.fullmatch(number, one) for one in written)
+    assert all(float(one) == 0 and "-" not in one for one in written[:9])
+    assert len(set(written)) > 30
+
+
 @NEEDS_GRADIO
 @ONE_DEFENCE
 def test_names_cannot_break_the_page(explorer):
@@ -473,6 +487,8 @@ def test_images_that_are_gone_leave_a_note_and_other_masks_another(certified, tm
 @NEEDS_GRADIO
 def test_what_is_no_run_is_refused(tmp_path, checkpoint, capsys):
     assert run(["explore", str(tmp_path / "nothing"), "--device", "cpu"]) == 2
+    assert_one_line(capsys.readouterr().err, r"no such folder: .*nothing")
+    assert run(["explore", str(tmp_path), "--device", "cpu"]) == 2
     assert_one_line(capsys.readouterr().err, r"not the folder of a run")
     assert run(["explore", str(checkpoint), "--port", "70000"]) == 2
     assert_one_line(capsys.readouterr().err, r"--port must be from 1 to 65535, not 70000")

@@ -255,6 +255,13 @@ CONTRAST = """() => {
 }"""
 
 
+OVER_THE_EDGE = """() => [...document.querySelectorAll('#table .pp-cell')].filter(cell => {
+  cell.classList.add('pp-cell-wrong');
+  cell.firstChild.textContent = '-0.42';
+  return cell.firstChild.offsetWidth > cell.offsetWidth; }).length"""
+"""Cells that the widest number, marked as wrong, does not fit into."""
+
+
 VIEWS = [(390, True)]
 VIEWS += [pytest.param(*view, marks=pytest.mark.slow) for view in ((1280, False), (1280, True), (390, False))]
 
@@ -268,12 +275,15 @@ def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, w
     ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
     if SHOTS:
+        visit.page.locator("#cards .pp-card").nth(5).click()  # not certified: all colours
+        visit.until("#table", "margin of Coat")
         visit.page.click("#table .pp-cell[data-pick='3 8']")
         visit.until("#copy", "Under masks 4 and 9")
         name = f"explorer-{width}-{'dark' if dark else 'light'}.png"
         Path(SHOTS).mkdir(parents=True, exist_ok=True)
         shot = Image.open(io.BytesIO(visit.page.screenshot(full_page=True)))
         shot.convert("RGB").quantize(200, dither=Image.Dither.NONE).save(Path(SHOTS) / name, optimize=True)
+    assert visit.page.evaluate(OVER_THE_EDGE) == 0
     visit.page.close()
     assert visit.errors == []
     assert visit.outside == []

@@ -86,7 +86,9 @@ def runs(tmp_path) -> list[Path]:
 
 
 def test_two_runs_are_compared_image_by_image_in_table_figure_and_json(runs, tmp_path):
-    build_report(runs[:2]).write(tmp_path / "out")
+    report = build_report(runs[:2])
+    assert (report.title, report.subtitle) == ("2 certifications side by side", "")
+    report.write(tmp_path / "out")
     rows = json.loads((tmp_path / "out/tables/paired.json").read_text())["rows"]
     first, second = map(lines_of, runs[:2])
     for row in rows:

@@ -155,12 +155,13 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
 
 
 def cost_words(cost: runs.Cost) -> str:
-    attacks = f"; attacks up to {clock(cost.attack_seconds)} more" if cost.attack_seconds else ""
+    attacks = f"; attacks up to {clock(math.ceil(cost.attack_seconds))} more" if cost.attack_seconds else ""
+    memory = (cost.table_bytes + (cost.peak_bytes or 0)) / 1e9
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
         f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
-        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)} at {cost.passes_per_second:,.0f} passes/s; "
-        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
+        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))} "
+        f"at {cost.passes_per_second:,.0f} passes/s; {memory:,.1f} GB{attacks}"
     )
 
 
@@ -169,7 +170,7 @@ def training_cost_words(cost: runs.TrainingCost) -> str:
     return (
         f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
         f"{cost.validation_images} images validated after each epoch: "
-        f"{clock(cost.fewest_seconds)} to {clock(cost.most_seconds)}{memory}"
+        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))}{memory}"
     )
 
 

@@ -48,7 +48,9 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
         return named_network(replace(settings, weights=names[0]))[0], ",".join(names)
     model = settings.model or architecture_of(str(settings.weights))
     if model is None:
-        raise InputError(f"{settings.weights} is no checkpoint folder; name the network it is for with --model")
+        last = Path(str(settings.weights)).expanduser() / "checkpoint-last"
+        hint = f"did you mean {last}?" if last.is_dir() else "name the network it is for with --model"
+        raise InputError(f"{settings.weights} is no checkpoint folder; {hint}")
     weights = settings.weights or known_weights(model)
     if weights is None:
         raise InputError(

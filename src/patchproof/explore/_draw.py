@@ -79,6 +79,7 @@ def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
         return message(f"The table of {n}×{n} pairs is too large for a page; choose a pair below.")
     finite = copies.margins[copies.margins.isfinite()]
     scale = float(finite.abs().max()) if len(finite) else 1.0
+    digits = 1 if scale >= 1 else 2
     ticks = [f"<b>{i + 1 if n <= NUMBERED or i % 6 == 0 else ''}</b>" for i in range(n)]
     cells = f"<b>↓→</b>{''.join(ticks)}"
     for a in range(n):
@@ -91,14 +92,15 @@ def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
             cells += (
                 f'<span class="pp-cell pp-cell-{kind}{selected}" data-pick="{a} {b}" title="{escaped(words)}" '
                 f'style="background-color: rgb{colour(margin, scale)}; color: {ink}">'
-                f"{f'<i>{margin:.1f}</i>' * (n <= NUMBERED)}</span>"
+                f"{f'<i>{margin:z.{digits}f}</i>' * (n <= NUMBERED)}</span>"
             )
+    end = f"{scale:.{digits}f}"
     stops = ", ".join(f"rgb{colour(share * scale, scale)}" for share in (-1, 0, 1))
     return (
         f'<figure class="pp-heat"><div class="pp-grid" style="--n: {n}" role="img" '
         f'aria-label="Margin of {name} under every pair of {n} masks">{cells}</div><figcaption class="pp-legend">'
-        f'<span class="pp-scale">−{scale:.1f}<i class="pp-bar" style="background: linear-gradient(to right, {stops})">'
-        f"</i>+{scale:.1f}</span><span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
+        f'<span class="pp-scale">−{end}<i class="pp-bar" style="background: linear-gradient(to right, {stops})">'
+        f"</i>+{end}</span><span>margin of <b>{name}</b>: its logit minus the largest other one</span>"
         "<span>↓ first mask, → second mask</span>"
         '<span><i class="pp-key pp-cell-wrong"></i> another label wins</span>'
         '<span><i class="pp-key pp-cell-close"></i> too close to count</span></figcaption></figure>'

@@ -273,8 +273,8 @@ def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTr
         return f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}", words
     if not certified:
         return f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs", ""
-    more = f" and {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
-    return f"{len(certified)} certifications side by side", f"{len(certified)} certifications{more}"
+    more = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
+    return f"{len(certified)} certifications side by side", more
 
 
 def _details(one: TracedRun, options: Options) -> list[Section]:

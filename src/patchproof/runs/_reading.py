@@ -179,7 +179,9 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
     if not path.is_file():
         if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
             raise CheckError(f"{path} is missing, so what the run measured is not known; {RESTORE}")
-        inside = sorted(path.parent for path in folder.glob("**/manifest.json")) if folder.is_dir() else []
+        if not folder.is_dir():
+            raise InputError(f"no such folder: {folder}")
+        inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
         hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
         raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
     manifest = read_manifest(path, remedy=RESTORE)
