@@ -538,6 +538,16 @@ def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monke
     assert "patchproof explore" in seen["page"]
     assert not re.search(r'(src|href)="https?://', seen["page"])
     assert {place[0] for place in connected if isinstance(place, tuple)} <= {"127.0.0.1"}
+    import gradio
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise RuntimeError("deque mutated during iteration")  # as gradio's close does now and then
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gradio.Blocks, "close", interrupted)
+        assert run(["explore", str(certified), "--device", "cpu"]) == 0
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(seen["url"], timeout=20)
     monkeypatch.setattr(command, "wait_for_ctrl_c", lambda: None)
     assert run(["explore", str(certified), "--device", "cpu", "--host", "0.0.0.0"]) == 0
     assert "warning: listening on 0.0.0.0: whoever can reach this machine can use the page" in capsys.readouterr().out

@@ -312,4 +312,7 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
             )
             yield url
         finally:
-            page.close(verbose=False)
+            try:
+                page.close(verbose=False)
+            except RuntimeError:  # it wakes waiting coroutines from this thread, while others come and go
+                page.server.close()
