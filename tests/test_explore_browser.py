@@ -163,6 +163,8 @@ def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
     assert "The run's record: not certified, margin" in shown
     assert visit.page.locator("#table .pp-cell-wrong.pp-cell, #table .pp-cell-close.pp-cell").count() > 0
     show_only(visit, "certified", without="✕")
+    visit.until("#verdict", "The run's record: certified, margin")  # a click before that is lost
+    visit.page.wait_for_selector(PICKED)
     pick(visit, 0)
     visit.until("#verdict", r"Certified: all 45 pairs")
     assert visit.page.locator("#table .pp-cell.pp-cell-wrong").count() == 0
@@ -301,6 +303,8 @@ def test_a_defence_of_one_round_shows_its_masks_and_its_alarm(browser, alarm_add
     assert visit.page.locator("#table .pp-selected").count() == 1
     assert not visit.page.locator("#first-mask").is_visible()
     show_only(visit, "certified", without="✕")
+    visit.until("#verdict", "The run's record: certified, margin")  # a click before that is lost
+    visit.page.wait_for_selector(PICKED)
     pick(visit, 0)
     visit.until("#verdict", r"Certified: all 9 masks say .*the answer is .* or an alarm")
     show_only(visit, "not certified", without="✓")
