@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
@@ -128,6 +129,7 @@ class Evaluator(InChunks):
         self.audit = Audit()
         self.passes = 0
         self.measured_on: object = None
+        self.networks: Callable[..., Network] | None = None
         self.refresh()
 
     @property
@@ -145,6 +147,15 @@ class Evaluator(InChunks):
         refresh = getattr(self.classifier, "refresh", None)
         if refresh is not None:
             refresh()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, the weights stay as they are, so the classifier is looked at once for all passes."""
+        self.networks = cache(partial(network, self.classifier))
+        try:
+            yield
+        finally:
+            self.networks = None
 
     def fixed(self, images: Tensor) -> bool:
         """On a GPU, or compiled, batches have few sizes: for every new one kernels are chosen anew, or compiled."""
@@ -174,7 +185,7 @@ class Evaluator(InChunks):
         precision = precision or self.engine.fast
         self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
         copies, count = copies.to(images.device), len(copies.image)
-        networks = cache(partial(network, self.classifier, precision=precision))
+        networks = self.networks or cache(partial(network, self.classifier))
         order = None
         tokens = getattr(self.classifier, "token_size", None)
         if keep is not None and tokens is not None:
@@ -189,7 +200,7 @@ class Evaluator(InChunks):
             part = copies.chosen(slice(start, start + size)).padded(shape)
             visible = None if keep is None else keep[part.first] & keep[part.second]
             compiled = self.engine.compile is True and precision == self.engine.fast and shape == self.chunk
-            logits = networks(compiled=compiled)(images[part.image], visible)[:size]
+            logits = networks(precision=precision, compiled=compiled)(images[part.image], visible)[:size]
             rows = slice(start, start + size)
             return size, read(logits, rows if order is None else order[rows])
 

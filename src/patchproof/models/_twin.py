@@ -82,9 +82,11 @@ class Twin:
 
     def following(self, module: nn.Module) -> nn.Module | None:
         """The twin, with the weights that `module` has now."""
-        if self.network is not None and fingerprint(module) != self.seen:
+        now = fingerprint(module)
+        if self.network is not None and now != self.seen:
             with torch.inference_mode(False), torch.no_grad():
                 self.follow(module)
+            self.seen = now
         return self.network
 
     def follow(self, module: nn.Module, trial: torch.Generator | None = None) -> None:
@@ -97,8 +99,9 @@ class Twin:
         kernels: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, part in self.mine.items():
             for mine, value in zip(_own(part), values[name], strict=True):
-                if isinstance(part, nn.Conv2d) and value.ndim == 4 and value[0, 0].numel() > 1:
-                    kernels.setdefault((value[0, 0].numel(), mine.dtype), []).append((mine, value))
+                taps = value.shape[2:].numel() if isinstance(part, nn.Conv2d) and value.ndim == 4 else 1
+                if taps > 1:
+                    kernels.setdefault((taps, mine.dtype), []).append((mine, value))
                 else:
                     wanted.append((mine, value))
         # Kernels of one size are rounded together: a training step waits for this, and each is a few numbers.
@@ -110,7 +113,6 @@ class Twin:
             if mine.device != original.device:
                 mine.data = mine.data.to(original.device)
         torch._foreach_copy_([mine for mine, _ in wanted], [original for _, original in wanted])
-        self.seen = fingerprint(module)
 
     def _moved(self, theirs: dict[str, Any], trial: torch.Generator | None) -> dict[str, dict[int, Tensor]]:
         """What becomes of the tensors of scaled convolutions and their normalisations, by module and tensor."""
@@ -125,13 +127,14 @@ class Twin:
         if trial is not None:
             exponent = torch.randint(-3, 4, exponent.shape, generator=trial).to(exponent)
         scale = torch.exp2(exponent)  # powers of two: exact
-        of_pairs = (scale, mean * scale, (variance + epsilon) * scale.square() - epsilon)
-        rows = zip(self.scaled, pairs, *(values.split(sizes) for values in of_pairs), strict=True)
-        for names, (conv, bn), factor, moved_mean, moved_variance in rows:
-            moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
-            moved |= {id(conv.weight): conv.weight * factor[:, None, None, None]}
-            moved |= {id(conv.bias): conv.bias * factor} if conv.bias is not None else {}
-            found |= dict.fromkeys(names, moved)
+        means, variances = (mean * scale).split(sizes), ((variance + epsilon) * scale.square() - epsilon).split(sizes)
+        factors = scale[:, None, None, None].split(sizes)
+        weights = torch._foreach_mul([conv.weight for conv, _ in pairs], factors)
+        for names, (conv, bn), *moved in zip(self.scaled, pairs, weights, means, variances, factors, strict=True):
+            tensors = dict(zip(map(id, (conv.weight, bn.running_mean, bn.running_var)), moved, strict=False))
+            if conv.bias is not None:
+                tensors[id(conv.bias)] = conv.bias * moved[3].flatten()
+            found |= dict.fromkeys(names, tensors)
         return found
 
 

@@ -114,7 +114,7 @@ class Named:
         classes = getattr(classifier, "num_classes", None)
         if isinstance(classes, int):
             require_classes(search.label_range, classes)
-        with evaluating(classifier):
+        with evaluating(classifier), self.evaluator.unchanged():
             return self.copies(search)
 
     def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
