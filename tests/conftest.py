@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
+import typecheck
 from faults import Server, quicken
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
     sys.dont_write_bytecode = False
 
-install_import_hook("patchproof", "typecheck.checked")
+jaxtyping.jaxtyped = typecheck.jaxtyped
+jaxtyping.install_import_hook("patchproof", "typecheck.checked")
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("thorough"), max_examples=20)
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +157,18 @@ def resize_disk(place: Path, *, kilobytes: int) -> None:
 
 
 def quicken() -> None:
-    """τ measured on fewer copies and in smaller batches: those are most of the passes of a run on a few images."""
+    """τ measured on fewer copies and in smaller batches: those are most of the passes of a run on a few images. The
+    commit and the versions in its manifest are looked up once per process."""
     import torch
 
     from patchproof.defenses import _base
     from patchproof.masking import _memory, check_classifier
-    from patchproof.runs import _measure
+    from patchproof.runs import _manifest, _measure
 
     torch.set_num_threads(1)
     _memory.MOST_ON_CPU, _measure.MOST_COPIES = 64, 64
     _base.check_classifier = partial(check_classifier, copies=64)
+    _manifest.source_commit, _manifest.versions = cache(_manifest.source_commit), cache(_manifest.versions)
 
 
 def serve() -> None:

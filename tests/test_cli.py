@@ -660,20 +660,27 @@ def test_help_has_a_heading_for_each_kind_of_flag(capsys):
 # --- signs of life -------------------------------------------------------------------------------------------------
 
 
-def needs_torch(words: str) -> str:
-    """What a command says on standard error, and what it imported."""
-    code = (
-        "import sys, patchproof.cli\nsys.argv[1:] = sys.argv[1].split()\n"
-        "try: patchproof.cli.main()\n"
-        'finally: sys.stderr.write(f\'torch: {"torch" in sys.modules}, numpy: {"numpy" in sys.modules}\')'
-    )
-    return subprocess.run([sys.executable, "-c", code, words], capture_output=True, text=True).stderr
+STARTED = """
+import sys, patchproof.cli
+for words in sys.argv[1:]:
+    sys.argv[1:] = words.split()
+    try: patchproof.cli.main()
+    except SystemExit: sys.stderr.write(f"{words}: {not {'torch', 'numpy'} & set(sys.modules)}\\0")
+"""
 
 
-@pytest.mark.parametrize("words", ["--version", "--help", "certfy", "certify --modle x", "train --help"])
-def test_what_needs_no_network_imports_no_torch(words):
-    said = needs_torch(words)
-    assert said.endswith("torch: False, numpy: False"), said
+def without_torch(*commands: str) -> list[str]:
+    """What each command says on standard error, and whether torch and numpy are not imported by then."""
+    done = subprocess.run([sys.executable, "-c", STARTED, *commands], capture_output=True, text=True)
+    *said, rest = done.stderr.split("\0")
+    assert (rest, len(said)) == ("", len(commands))
+    return said
+
+
+def test_what_needs_no_network_imports_no_torch():
+    commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
+    for command, said in zip(commands, without_torch(*commands), strict=True):
+        assert said.endswith(f"{command}: True"), said
 
 
 def test_a_run_without_a_name_is_named_after_its_settings():
@@ -694,7 +701,7 @@ def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, check
     capsys.readouterr()
     assert certify(*common) == 2
     assert_one_line(capsys.readouterr().err, "r already holds a run")
-    assert needs_torch("certify --output r").endswith("choose another --output\ntorch: False, numpy: False")
+    assert without_torch("certify --output r")[0].endswith("choose another --output\ncertify --output r: True")
 
 
 def test_count_time_and_eta_are_readable_at_80_columns():

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
 
 import patchproof
 from patchproof.masking import occlude
+from patchproof.types import Preprocessing
+from typecheck import jaxtyped
 
 
 def test_no_layer_knows_the_ones_above_it():
@@ -24,6 +27,25 @@ def test_no_layer_knows_the_ones_above_it():
 def test_shapes_and_types_of_calls_are_checked_in_these_tests():
     with pytest.raises(TypeCheckError, match="images"):
         occlude("no images", torch.ones(1, 1, 2, 2, dtype=torch.bool), torch.zeros(3, 1, 1))
+    with pytest.raises(TypeCheckError, match="antialias"):
+        Preprocessing(resize=(8, 8), antialias="yes")
+
+
+def test_an_axis_has_one_size_in_one_call_and_every_closure_is_checked():
+    def scaled(factor):
+        @jaxtyped
+        def times(one: Float[Tensor, "n k"], other: Float[Tensor, " n"]) -> Float[Tensor, " k"]:
+            return one.sum(0)[: int(factor)] * factor
+
+        return times
+
+    one, other = torch.ones(3, 2), torch.ones(3)
+    assert scaled(2.0)(one, other).tolist() == [6, 6]
+    assert scaled(4.0)(one, other).tolist() == [12, 12]  # its own closure, and sizes of its own call
+    with pytest.raises(TypeCheckError, match="other"):
+        scaled(2.0)(one, torch.ones(2))
+    with pytest.raises(TypeCheckError, match="return"):
+        scaled(1.0)(one, other)
 
 
 def test_no_module_needs_what_windows_lacks():

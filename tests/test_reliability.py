@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -13,8 +12,8 @@ PAGE = (ROOT / "docs" / "reliability.md").read_text("utf-8")
 def test_every_test_that_the_page_names_exists():
     named = re.findall(r"`(tests/test_\w+\.py)::(\w+)`", PAGE)
     assert len(named) > 40
-    tests = {f"tests/{path.name}": ast.parse(path.read_text("utf-8")) for path in (ROOT / "tests").glob("test_*.py")}
-    known = {(file, node.name) for file, tree in tests.items() for node in tree.body if hasattr(node, "name")}
+    tests = {f"tests/{path.name}": path.read_text("utf-8") for path in (ROOT / "tests").glob("test_*.py")}
+    known = {(file, name) for file, text in tests.items() for name in re.findall(r"^def (\w+)", text, flags=re.M)}
     assert sorted(set(named) - known) == []
 
 
