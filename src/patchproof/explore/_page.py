@@ -217,8 +217,8 @@ class ExplorerPage:
         return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
 
     def of_kind(self, event: Any, shown: Selection | None, kind: str) -> Changes:
-        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already; none where
-        there is none."""
+        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already;
+        of a kind without images none."""
         records = self.explorer.of_kind(kind)
         if shown is not None and shown.index in {None, *(record.index for record in records)}:
             return {}
