@@ -676,6 +676,14 @@ def test_what_needs_no_network_imports_no_torch(words):
     assert said.endswith("torch: False, numpy: False"), said
 
 
+def test_the_version_is_said_before_the_command_line_is_imported():
+    code = (
+        "import sys\nfrom patchproof.__main__ import main\nsys.argv[1:] = ['--version']\nmain()\n"
+        "assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
+
+
 def test_a_run_without_a_name_is_named_after_its_settings():
     source = open_dataset("fashion-mini")
     attack = with_defense(AttackSettings, "patchcleanser")
