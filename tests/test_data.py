@@ -353,7 +353,7 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "Photos").mkdir(parents=True)
     (tmp_path / "fashion").mkdir()
-    (tmp_path / "mini.txt").touch()
+    (tmp_path / "other.txt").touch()
     for name, nearest in (
         ("imagnet", "imagenet"),
         ("CIFAR10", "cifar10"),
@@ -366,7 +366,7 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(InputError, match=message):
             open_dataset(name)
     with pytest.raises(InputError, match=r"fashion-mini; a folder of class folders is also accepted"):
-        open_dataset("mini.text")
+        open_dataset("other.text")
     assert DATASETS == ("imagenet", "imagenette", "cifar10", "cifar100", "svhn", "fashion-mini")
 
 
