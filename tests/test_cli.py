@@ -678,8 +678,8 @@ def test_what_needs_no_network_imports_no_torch(words):
 
 def test_the_version_is_said_before_the_command_line_is_imported():
     code = (
-        "import sys\nfrom patchproof.__main__ import main\nsys.argv[1:] = ['--version']\nmain()\n"
-        "assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
+        "import sys\nfrom patchproof.__main__ import main\nsys.argv[1:] = ['--version']\ntry: main()\n"
+        "finally: assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
 
