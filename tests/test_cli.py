@@ -352,7 +352,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("patchproof.runs._session.measure_tau", lambda *_: pytest.fail("before minutes are spent"))
+    monkeypatch.setattr("patchproof.cli._setup.load_classifier", lambda *_, **__: pytest.fail("a network is loaded"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")
@@ -681,6 +681,14 @@ def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
     for command, said in zip(commands, without_torch(*commands), strict=True):
         assert said.endswith(f"{command}: True"), said
+
+
+def test_the_version_is_said_before_the_command_line_is_imported():
+    code = (
+        "import sys\nfrom patchproof.__main__ import main\nsys.argv[1:] = ['--version']\ntry: main()\n"
+        "finally: assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
 
 
 def test_a_run_without_a_name_is_named_after_its_settings():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
+import json
 import re
 import tomllib
 from dataclasses import MISSING, dataclass, fields
@@ -153,6 +155,26 @@ def test_every_extra_is_one_that_the_code_imports():
         names = [re.split("[>=<[]", package)[0] for package in packages]
         if extra not in ("docs", "dev"):
             assert any(re.search(rf"\b{name.replace('-', '[-_]')}\b", code) for name in names), extra
+
+
+def test_the_container_has_what_the_package_is_built_from_and_runs_a_command_there_is():
+    root = SOURCE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    ignored, *copied = (root / ".dockerignore").read_text().split()
+    copied = [name.removeprefix("!") for name in copied]
+    assert ignored == "*"
+    assert all((root / name).exists() for name in copied)
+    for needed in ("pyproject.toml", "src/patchproof", project["readme"], *project["license-files"]):
+        assert any(Path(needed).is_relative_to(name) for name in copied), needed
+    recipe = (root / "Dockerfile").read_text()
+    (command,) = json.loads(re.search(r"^ENTRYPOINT (.*)", recipe, re.MULTILINE)[1])
+    module, _, function = project["scripts"][command].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    python = re.search(r"^FROM python:(\d+\.\d+)-", recipe, re.MULTILINE)[1]
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    for text in (recipe, (root / "README.md").read_text()):
+        words = re.search(r"docker run [^`\n]*? patchproof ([^`\n]*)", text)[1].split()
+        build_app().parse_args(words, exit_on_error=False, print_error=False)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

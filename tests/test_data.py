@@ -349,11 +349,24 @@ def test_a_class_may_be_called_test(tmp_path: Path) -> None:
 # named sets
 
 
-def test_unknown_names_suggest_the_nearest() -> None:
-    for name, nearest in (("imagnet", "imagenet"), ("CIFAR10", "cifar10"), ("svnh", "svhn")):
+def test_unknown_names_suggest_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "Photos").mkdir(parents=True)
+    (tmp_path / "fashion").mkdir()
+    (tmp_path / "other.txt").touch()
+    for name, nearest in (
+        ("imagnet", "imagenet"),
+        ("CIFAR10", "cifar10"),
+        ("svnh", "svhn"),
+        ("mine/photo", "mine/Photos"),
+        ("mines", "mine"),
+        ("fashion-min", "fashion-mini"),
+    ):
         message = f"unknown dataset '{name}'.*did you mean '{nearest}'.*folder of class folders"
         with pytest.raises(InputError, match=message):
             open_dataset(name)
+    with pytest.raises(InputError, match=r"fashion-mini; a folder of class folders is also accepted"):
+        open_dataset("other.text")
     assert DATASETS == ("imagenet", "imagenette", "cifar10", "cifar100", "svhn", "fashion-mini")
 
 

@@ -399,6 +399,21 @@ def test_images_can_be_sorted_by_what_was_found(explorer):
     assert page.turned(None, None, "all", -4)[page.number]["value"] == 1
 
 
+@NEEDS_GRADIO
+@ONE_DEFENCE
+def test_a_kind_without_images_shows_none(explorer, tmp_path):
+    page = ExplorerPage(replace(explorer, records=explorer.of_kind("certified")))
+    image = page.of_kind(None, None, "all")
+    empty = page.of_kind(None, image[page.shown], "not certified")
+    assert empty.pop(page.shown) is None
+    assert "No image is of this kind" in empty.pop(page.verdict)
+    assert set(empty.values()) == {""}
+    assert empty.keys() == {part for part, value in image.items() if isinstance(value, str)} - {page.verdict}
+    (tmp_path / "own.png").write_bytes(png())
+    own = page.dropped(None, None, str(tmp_path / "own.png"))
+    assert page.of_kind(None, own[page.shown], "not certified") == {}, "one's own image is of every kind"
+
+
 def png() -> bytes:
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 40, 3), dtype=np.uint8)).save(file, "PNG")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +51,22 @@ def test_the_classifier_sees_exactly_the_pixels_the_masks_leave_a_chunk_at_a_tim
     assert evaluator.passes == len(logits) == 20
     for copy, image, a, b in zip(torch.cat(camera.seen), *(t.tolist() for t in copies), strict=True):
         assert torch.equal(copy, reference.hide(images[image], (MASKS.rects[a], MASKS.rects[b]), camera.fill))
+
+
+def test_of_a_batch_nothing_is_kept_but_its_answers_in_one_tensor():
+    """A small tensor kept from each batch took the place of the next one: the heap grew by a batch at each pass."""
+    alive = []
+
+    def read(logits, _):
+        alive.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+        return logits
+
+    evaluator = Evaluator(lambda images: images.mean((2, 3)), pp.Engine(batch_size=2))
+    images, every = torch.rand(20, 2, 9, 9), torch.arange(20)
+    found = evaluator.evaluate(images, MASKS.keep(), Copies(every, every % 9, every % 9), read)
+    assert alive[1] == alive[-1]
+    assert len(alive) == 10
+    assert found.shape == (20, 2)
 
 
 def test_the_fill_is_the_classifiers_own_and_grey_without_one():

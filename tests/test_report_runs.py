@@ -431,6 +431,9 @@ def test_several_real_runs_show_table_curves_and_masks(reports):
     assert {picture.key for picture in reports["several"].pictures} >= {
         "by-masks", "by-training-cost", "loss", "validation-certified", "validation-undefended", "worst-masks",
     }  # fmt: skip
+    for kind, figures in re.findall(r'<div class="figures( three| wide|)">(.*?)</div>', page, re.DOTALL):
+        count, per_row = figures.count("<figure"), {" three": 3, " wide": 1}.get(kind, 2)
+        assert count == 1 or count % per_row == 0, "the last row has a figure where two would fit"
     (validated,) = [picture.figure for picture in reports["several"].pictures if picture.key == "validation-certified"]
     validated.draw_without_rendering()
     (axes,) = validated.axes
@@ -447,9 +450,13 @@ MEASURE = """<script>addEventListener("load", () => {
   const style = getComputedStyle(document.body);
   const cut = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth + 1);
   const hinted = cut.every(e => getComputedStyle(e).backgroundAttachment.includes("local"));
+  const half = [...document.querySelectorAll(".figures, .beside, .tiles")].filter(e => {
+    const free = e.getBoundingClientRect().right - e.lastElementChild.getBoundingClientRect().right;
+    return innerWidth > 1000 && e.children.length > 1 && free > e.clientWidth / 3;
+  }).map(e => `${e.className} in ${e.closest("section")?.id}`);
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
   parent.postMessage(JSON.stringify([NAME, innerWidth, document.documentElement.scrollWidth, style.backgroundColor,
-    broken, wide, cut.map(e => e.ariaLabel), hinted]), "*");
+    broken, wide, cut.map(e => e.ariaLabel), half, hinted]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title += event.data; });</script>
@@ -480,11 +487,12 @@ def test_the_pages_open_in_a_browser_without_errors_and_fit_its_width(reports, t
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1)
     found = [json.loads(f"[{measured}]") for measured in title.strip("[]").split("][")]
     assert {name for name, *_ in found} == set(reports)
-    for name, inner, needed, background, broken, wide, cut, hinted in found:
+    for name, inner, needed, background, broken, wide, cut, half, hinted in found:
         assert inner == width
         assert needed <= width
         assert wide == []
         assert hinted
+        assert half == [], "the last row has a figure where two would fit"
         assert not (width == 1280 and name == "one" and cut)
         assert broken == 0
         assert background == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")

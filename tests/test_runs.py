@@ -16,6 +16,7 @@ import patchproof as pp
 from patchproof.attacks import AttackPlan
 from patchproof.data import open_dataset
 from patchproof.runs import Record, measure_on_generated
+from patchproof.runs.executors import InProcess
 from patchproof.types import CheckError, InputError
 from reference import measured
 from small_model import plain_classifier, plain_network
@@ -214,6 +215,24 @@ class Fooled(pp.PatchCleanser):
         certified = found.predictions == labels
         proof = pp.Certificates(certified, found.certificates.margin, found.certificates.forwards)
         return type(found)(found.predictions, proof)
+
+
+def test_a_killed_attack_loses_one_image_on_a_gpu_too(monkeypatch):
+    """What an executor is given as one piece is written together."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "pretended")
+
+    class Pieces(InProcess):
+        def run(self, job, pieces, load):
+            self.count = len(pieces)
+            return iter(())
+
+    class OnGPU:
+        name, guarantee, threat, device = "own", "recovery", THREAT, "cuda"
+        predict = certify = describe = lambda self, *_: {}
+
+    executor = Pieces()
+    pp.attack(OnGPU(), PICTURES, executor=executor)
+    assert executor.count == len(PICTURES)
 
 
 def test_attacks_keep_the_order_per_image_and_certificates_that_fall_are_kept(tmp_path):

@@ -63,10 +63,12 @@ def open_dataset(
         return _open_named(dataset, Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
     if not folder.is_dir():
-        nearest = get_close_matches(dataset.lower(), DATASETS, n=1, cutoff=0)[0]
+        known = {path.name.lower(): str(path) for path in folder.parent.glob("*/")} | {name: name for name in DATASETS}
+        near = get_close_matches(folder.name.lower(), known, n=1)
+        hint = f"did you mean {known[near[0]]!r}? A" if near else "a"
         raise InputError(
             f"unknown dataset {dataset!r}: no such folder, and not one of {', '.join(DATASETS)}; "
-            f"did you mean {nearest!r}? A folder of class folders is also accepted"
+            f"{hint} folder of class folders is also accepted"
         )
     name = folder.resolve().name
     for candidate in _with_alias(split or "test"):

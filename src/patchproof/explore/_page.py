@@ -217,12 +217,18 @@ class ExplorerPage:
         return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
 
     def of_kind(self, event: Any, shown: Selection | None, kind: str) -> Changes:
-        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already."""
+        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already;
+        of a kind without images none."""
         records = self.explorer.of_kind(kind)
-        own = shown is not None and shown.index is None
-        if own or not records or (shown is not None and shown.index in {record.index for record in records}):
+        if shown is not None and shown.index in {None, *(record.index for record in records)}:
             return {}
-        return self.of_image(self.explorer.pick(records[0], shown))
+        if records:
+            return self.of_image(self.explorer.pick(records[0], shown))
+        if shown is None:
+            return {}
+        empty = dict.fromkeys((self.table, self.copy, self.stage, self.answer, self.rounds), "")
+        none = draw.message("No image is of this kind; choose another kind, or drop in an image of your own.")
+        return {self.shown: None, self.verdict: none, **empty}
 
     def dropped(self, event: Any, shown: Selection | None, file: str | None) -> Changes:
         return {} if file is None else self.of_image(self.explorer.own(Path(file), shown))

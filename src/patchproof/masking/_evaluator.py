@@ -193,7 +193,7 @@ class Evaluator(InChunks):
             order = (corners[copies.first] & corners[copies.second]).sum(dim=1).argsort(stable=True)
             copies = copies.chosen(order)
 
-        def batch(start: int) -> tuple[int, Tensor]:
+        def batch(start: int) -> tuple[int, Tensor | slice, Tensor]:
             left = min(count - start, largest or count)
             shape = self.shape(left) if self.fixed(images) else min(self.chunk, left)
             size = min(shape, left)
@@ -201,17 +201,19 @@ class Evaluator(InChunks):
             visible = None if keep is None else keep[part.first] & keep[part.second]
             compiled = self.engine.compile is True and precision == self.engine.fast and shape == self.chunk
             logits = networks(precision=precision, compiled=compiled)(images[part.image], visible)[:size]
-            rows = slice(start, start + size)
-            return size, read(logits, rows if order is None else order[rows])
+            rows = slice(start, start + size) if order is None else order[start : start + size]
+            return size, rows, read(logits, rows)
 
-        answers, start = [images.new_zeros(0)], 0
+        # One tensor for all: on the CPU, a small one kept from each batch would sit where the next batch was to go.
+        answers, start = images.new_zeros(0), 0
         while start < count:
-            size, found = self.within_memory(partial(batch, start))
-            answers.append(found)
+            size, rows, found = self.within_memory(partial(batch, start))
+            if not start:
+                answers = found.new_empty((count, *found.shape[1:]))
+            answers[rows] = found
             start += size
         self.passes += count
-        found = torch.cat(answers[1:] or answers)
-        return found if order is None else found[order.argsort()]
+        return answers
 
     def answers(
         self,

@@ -31,6 +31,7 @@ from patchproof.models._load import (
     known_weights,
     load_checkpoint,
     load_classifier,
+    recorded_classes,
     replace_head,
 )
 from patchproof.models._networks import NETWORKS
@@ -60,6 +61,7 @@ __all__ = [
     "mask_colour",
     "match_labels",
     "passable_layers",
+    "recorded_classes",
     "replace_head",
     "rewrap",
     "rounded",

@@ -32,9 +32,6 @@ from patchproof.runs._record import AttackFindings, Record
 class Attacker:
     """Attacks certified batches. Built for the first batch, when the defence has its engine."""
 
-    images_at_once = 16
-    """On a GPU, which one image does not fill; elsewhere each image is attacked, and recorded, alone."""
-
     def __init__(self, plan: AttackPlan, on_step: OnStep | None = None) -> None:
         self.plan, self.on_step = plan, on_step
         self.attacks: tuple[Sequence[Attack], Sequence[Attack]] | None = None

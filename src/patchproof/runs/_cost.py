@@ -16,7 +16,7 @@ from patchproof.defenses import device_of
 from patchproof.geometry import MaskSet, all_places, covering_masks
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.models import mask_colour
-from patchproof.runs._attack import Attacker, attacks_on
+from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import generated_images
 from patchproof.types import InputError
 
@@ -159,8 +159,7 @@ def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
     device, moments = device_of(defense), list[float]()
     if hasattr(defense, "with_engine"):
         defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
-    count = Attacker.images_at_once if device.type == "cuda" else 1
-    images = _one_image(defense).expand(count, -1, -1, -1)
+    images = _one_image(defense)
     labels = defense.predict(images).clamp(min=0)  # an alarm is no label
     starts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
@@ -176,9 +175,9 @@ def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
     for attacks in attacks_on(defense, first, stepped):
         for attack in attacks:
             attack.target = _Steadfast(labels)
-            attack_in_turn([attack], images, labels, seed=0, indices=range(count))
+            attack_in_turn([attack], images, labels, seed=0, indices=[0])
     rounds = -(-places // at_once) * -(-plan.restarts // starts)
-    return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2])) / count
+    return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2]))
 
 
 def _one_image(defense: Any) -> torch.Tensor:

@@ -262,9 +262,9 @@ class Session:
 
     @property
     def size(self) -> int:
-        """Images in a piece."""
+        """Images in a piece. Each is attacked alone, so that a killed run loses the one it was at."""
         if self.attacker is not None:
-            return self.attacker.images_at_once if device_of(self.defense).type == "cuda" else 1
+            return 1
         return int(getattr(self.defense, "images_at_once", IMAGES_AT_ONCE))
 
     def pieces(self, done: int) -> range:
