@@ -7,10 +7,10 @@ demo: .venv/.demo
 	.venv/bin/patchproof demo
 
 test: .venv/.dev
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 3
 
 test-all: .venv/.dev
-	$(PY) -m pytest -n 2 -m ""
+	$(PY) -m pytest -n 3 -m ""
 
 lint: .venv/.dev
 	.venv/bin/ruff check .
