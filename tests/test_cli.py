@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from PIL import Image
 from rich.text import Text
 
 import patchproof as pp
-from patchproof import runs
+from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar
+from patchproof.cli._stop import SIGNALS, Stop
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
@@ -689,6 +691,19 @@ def test_the_version_is_said_before_the_command_line_is_imported():
         "finally: assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
+
+
+def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "STOP", Stop())
+    monkeypatch.setattr(cli, "run", lambda tokens: signal.raise_signal(signal.SIGTERM))
+    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_a_run_without_a_name_is_named_after_its_settings():

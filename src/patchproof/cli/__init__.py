@@ -184,12 +184,15 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
 
 
 def main() -> None:
-    STOP.listen()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII
-    code = run(sys.argv[1:])
-    STOP.ignore_further()
+    try:
+        STOP.listen()
+        code = run(sys.argv[1:])
+        STOP.ignore_further()
+    except KeyboardInterrupt:  # just before the command, or just after it
+        code = 128 + (STOP.asked or signal.SIGINT)
     sys.exit(code)
 
 
