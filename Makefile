@@ -1,9 +1,6 @@
 # Every target works from a fresh clone: the first one to run creates .venv and installs into it.
 PY := .venv/bin/python
 
-# The tests start hundreds of processes: what is imported is compiled once, into .venv.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: demo test test-all lint docs clean
 
 demo: .venv/.demo
