@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Several test processes share the cores; torch's threads would wait for each other. Child processes inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As `keep_freed_memory` does, for the processes of the tests.
+os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     # Every process that imports torch would compile it, for seconds. The bytecode is kept away from the sources.
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")

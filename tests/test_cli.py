@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -691,6 +692,21 @@ def test_the_version_is_said_before_the_command_line_is_imported():
         "finally: assert not {'patchproof.cli', 'cyclopts', 'rich', 'yaml'} & set(sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_freed_memory_is_kept_by_a_command():
+    """A block as large as a network's activations is handed out by the system once, and not for every pass."""
+    code = (
+        "import resource\nfrom patchproof.cli._allocator import keep_freed_memory\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def passes():\n    before = faults()\n    for _ in range(8): bytearray(2**26)\n    return faults() - before\n"
+        "default = passes()\nkeep_freed_memory()\nbytearray(2**26)\nprint(default, passes())"
+    )
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, env=plain)
+    default, kept = map(int, found.split())
+    assert default > 8 * 2**26 // 2**21 > 10 * kept
 
 
 def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):

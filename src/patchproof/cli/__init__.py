@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, d
 from cyclopts.config import Dict
 from rich.markup import escape
 
+from patchproof.cli._allocator import keep_freed_memory
 from patchproof.cli._commands import COMMANDS
 from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, group_of, with_defense
 from patchproof.cli._show import Console
@@ -184,6 +185,7 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
 
 
 def main() -> None:
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII
