@@ -355,7 +355,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("patchproof.cli._setup.load_classifier", lambda *_, **__: pytest.fail("a network is loaded"))
+    monkeypatch.setattr("patchproof.runs._session.measure_tau", lambda *_: pytest.fail("before minutes are spent"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")

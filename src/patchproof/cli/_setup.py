@@ -15,15 +15,7 @@ from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
-from patchproof.models import (
-    EMBEDDED,
-    ImageClassifier,
-    architecture_of,
-    known_weights,
-    load_classifier,
-    match_labels,
-    recorded_classes,
-)
+from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
 from patchproof.types import InputError, Size, require_free
@@ -111,11 +103,7 @@ def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, nativ
 
 
 def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource) -> Any:
-    """The defended classifier of a certification or an attack; classes that do not match are refused before the tensors
-    of a checkpoint are read."""
-    for name in weight_names(named_network(settings)[1]):
-        if (recorded := recorded_classes(name)) is not None:
-            match_labels(source.class_names, recorded)
+    """The defended classifier of a certification or an attack."""
     classifier = open_classifier(settings, source.class_names)
     native = source.native_sizes() if settings.threat_space == "native" else ()
     return build_defense(settings, classifier, low_resolution=source.low_resolution, native=native)

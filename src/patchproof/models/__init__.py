@@ -31,7 +31,6 @@ from patchproof.models._load import (
     known_weights,
     load_checkpoint,
     load_classifier,
-    recorded_classes,
     replace_head,
 )
 from patchproof.models._networks import NETWORKS
@@ -61,7 +60,6 @@ __all__ = [
     "mask_colour",
     "match_labels",
     "passable_layers",
-    "recorded_classes",
     "replace_head",
     "rewrap",
     "rounded",

@@ -290,9 +290,8 @@ def classifier_summary(classifier: Classifier) -> dict[str, Any]:
     }
 
 
-def match_labels(dataset_class_names: Sequence[str], classifier: Any) -> list[int]:
-    """For each class of the data set, the index of the classifier's output that stands for it; of the classifier only
-    `class_names` and `num_classes` are read.
+def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> list[int]:
+    """For each class of the data set, the index of the classifier's output that stands for it.
 
     Where one of the two has no class names, the classes are matched by their position.
     """

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from patchproof.models import _build
 from patchproof.models._build import ZOO, build_network, build_timm, split_name, tags_of, trained_class_names
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
 from patchproof.models._files import (
-    RECORD,
     SUFFIXES,
     WEIGHTS,
     checkpoint_architecture,
@@ -108,15 +106,6 @@ def architecture_of(weights: str) -> str | None:
     """The network that weights are of, where they say so: a checkpoint folder, or a word; None for all others."""
     words = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}
     return words.get(weights) or checkpoint_architecture(Path(weights))
-
-
-def recorded_classes(weights: str) -> SimpleNamespace | None:
-    """`class_names` and `num_classes` of a checkpoint, from the small file beside its tensors; else None."""
-    folder = embedded_checkpoint() if weights == EMBEDDED else settled(Path(weights).expanduser())
-    if not (folder / RECORD).is_file():
-        return None
-    record = read_record(folder)
-    return SimpleNamespace(class_names=record["class_names"], num_classes=record["num_classes"])
 
 
 def known_weights(model: str) -> str | None:
