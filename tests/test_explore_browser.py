@@ -173,6 +173,7 @@ def test_another_image_of_the_run_can_be_picked_by_what_was_found(visit):
 def test_an_image_that_comes_late_leaves_the_kind_chosen_meanwhile(visit, monkeypatch):
     """The cards of the kind that was chosen when the image was picked are not put back."""
     show_only(visit, "not certified", without="✓")
+    visit.until("#verdict", "The run's record: not certified, margin")
     go_on, rounds = threading.Event(), Explorer.rounds
     monkeypatch.setattr(Explorer, "rounds", lambda *given: go_on.wait(PATIENCE / 1000) and rounds(*given))
     record = "#verdict .pp-message"

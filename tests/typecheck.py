@@ -21,8 +21,8 @@ checked = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=jaxtyp
 one_call = jaxtyping.jaxtyped("context")
 """Within it an axis has one size; it holds no state of its own."""
 
-checks: dict[int, tuple[types.CodeType, Callable[..., Any]]] = {}
-"""By the identity of the code: equal code in two data classes may have other annotations."""
+checks: dict[tuple[Any, ...], tuple[types.CodeType, Callable[..., Any]]] = {}
+"""By the identity of the code and the annotations, which differ where they are not text but a variable's value."""
 
 
 def jaxtyped(thing: Any = None, *, typechecker: object = None) -> Any:
@@ -50,11 +50,12 @@ def jaxtyped(thing: Any = None, *, typechecker: object = None) -> Any:
 def check_of(function: types.FunctionType) -> Callable[..., Any]:
     """What beartype makes of a function; it takes the function to call as `__beartype_func`."""
     code = function.__code__
-    if id(code) not in checks:
+    key = id(code), *function.__annotations__.values()
+    if key not in checks:
         check = checked(with_types(function))
         takes = "__beartype_func" in (check.__kwdefaults__ or {})
-        checks[id(code)] = code, check if takes else unchecked
-    return checks[id(code)][1]
+        checks[key] = code, check if takes else unchecked
+    return checks[key][1]
 
 
 def unchecked(*args: Any, __beartype_func: Callable[..., Any], **kwargs: Any) -> Any:

@@ -6,13 +6,16 @@ from patchproof.version import __version__
 
 
 def main() -> None:
-    """The command line; its version is said before anything is imported for the rest."""
+    """The command line; the version is printed before the commands are imported."""
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{__version__}\n")
         return
-    from patchproof.cli import main
+    try:
+        from patchproof.cli import main
 
-    main()
+        main()
+    except KeyboardInterrupt:  # before the command line listens to signals
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -10,13 +11,14 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """What a pass frees serves the next one.
+    """Keep freed memory for the next pass, unless the environment has settings of its own for glibc's allocator.
 
-    By default glibc gives large blocks back at once, and the system hands them out again page by page, zeroed: a third
-    to a half of the time of a network on a CPU (benchmarks/allocator.py). Peak memory stays the same, but a process
-    holds on to it until it ends, so this is for commands and not for a library. Without glibc nothing happens.
+    By default glibc gives large blocks back at once, and the system hands them out again page by page, zeroed: 28 to
+    45% of the time of a network on a CPU (benchmarks/allocator.py). A process then holds on to its memory until it
+    ends, so this is for commands and not for a library. Without glibc nothing happens.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    own = any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_MAX, 0)

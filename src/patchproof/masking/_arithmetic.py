@@ -33,14 +33,14 @@ def tf32(allowed: bool) -> Iterator[None]:
 def evaluating(classifier: Classifier) -> Iterator[None]:
     """In eval mode here, and afterwards every module in the mode it was in."""
     modules = list(classifier.modules()) if isinstance(classifier, nn.Module) else []
-    learning = [module for module in modules if module.training]
-    for module in learning:
-        module.__dict__["training"] = False  # setting the attribute would look for tensors of that name: some 2 ms
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
     try:
         yield
     finally:
-        for module in learning:
-            module.__dict__["training"] = True
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
 
 
 def network(
