@@ -1,6 +1,5 @@
-# Without a GPU: docker build -t patchproof . && docker run --rm -v "$PWD:/work" patchproof certify --limit 20
+# docker build -t patchproof . && docker run --rm -v "$PWD:/work" patchproof certify --limit 20
 FROM python:3.13-slim
-RUN pip install --no-cache-dir torch torchvision --index-url https://download.pytorch.org/whl/cpu
 COPY . /src
 RUN pip install --no-cache-dir /src && rm -r /src
 WORKDIR /work

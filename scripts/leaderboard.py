@@ -60,7 +60,9 @@ def rows() -> list[dict[str, Any]]:
     """Measured ones first, each kind by certified accuracy."""
     places = {path: (path.parent / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
     places |= {ROOT / "results" / path: note for path, note in ALSO.items()}
-    found = [row(stored(path), note, str(path.relative_to(ROOT))) for path, note in places.items()]
+    runs = {path: stored(path) for path in places}
+    tested = {path: run for path, run in runs.items() if run.config["split"] != "train"}
+    found = [row(run, places[path], str(path.relative_to(ROOT))) for path, run in tested.items()]
     for recipe in FIELD_RECIPES.values():
         for cell in recipe.expectations:
             side = cell.patch.removesuffix("px")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from PIL import Image
 from rich.text import Text
 
 import patchproof as pp
+from patchproof import __main__ as entry
 from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
@@ -694,6 +696,11 @@ def test_the_version_is_said_before_the_command_line_is_imported():
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{pp.__version__}\n"
 
 
+class Interrupted(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 def test_freed_memory_is_kept_by_a_command():
     """A block as large as a network's activations is handed out by the system once, and not for every pass."""
@@ -710,6 +717,7 @@ def test_freed_memory_is_kept_by_a_command():
 
 
 def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
+    """Neither once signals are listened to, nor before, while the command line is imported."""
     monkeypatch.setattr(cli, "STOP", Stop())
     monkeypatch.setattr(cli, "run", lambda tokens: signal.raise_signal(signal.SIGTERM))
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
@@ -720,6 +728,10 @@ def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
         for number, handler in handlers:
             signal.signal(number, handler)
     assert ended.value.code == 128 + signal.SIGTERM
+    monkeypatch.setitem(sys.modules, "patchproof.cli", Interrupted("patchproof.cli"))
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 128 + signal.SIGINT
 
 
 def test_a_run_without_a_name_is_named_after_its_settings():

@@ -72,7 +72,7 @@ def with_types(function: types.FunctionType) -> types.FunctionType:
         holder = types.SimpleNamespace(__annotations__={name: annotation})
         try:
             hint = typing.get_type_hints(holder, function.__globals__, include_extras=True)[name]
-        except Exception:
+        except NameError:
             hint = Any
         copy.__annotations__[name] = hint
     return copy

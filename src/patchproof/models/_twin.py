@@ -82,8 +82,7 @@ class Twin:
 
     def following(self, module: nn.Module) -> nn.Module | None:
         """The twin, with the weights that `module` has now."""
-        now = fingerprint(module)
-        if self.network is not None and now != self.seen:
+        if self.network is not None and (now := fingerprint(module)) != self.seen:
             with torch.inference_mode(False), torch.no_grad():
                 self.follow(module)
             self.seen = now
@@ -130,11 +129,12 @@ class Twin:
         means, variances = (mean * scale).split(sizes), ((variance + epsilon) * scale.square() - epsilon).split(sizes)
         factors = scale[:, None, None, None].split(sizes)
         weights = torch._foreach_mul([conv.weight for conv, _ in pairs], factors)
-        for names, (conv, bn), *moved in zip(self.scaled, pairs, weights, means, variances, factors, strict=True):
-            tensors = dict(zip(map(id, (conv.weight, bn.running_mean, bn.running_var)), moved, strict=False))
+        rows = zip(self.scaled, pairs, weights, means, variances, factors, strict=True)
+        for names, (conv, bn), weight, moved_mean, moved_variance, factor in rows:
+            moved = {id(conv.weight): weight, id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
             if conv.bias is not None:
-                tensors[id(conv.bias)] = conv.bias * moved[3].flatten()
-            found |= dict.fromkeys(names, tensors)
+                moved[id(conv.bias)] = conv.bias * factor.flatten()
+            found |= dict.fromkeys(names, moved)
         return found
 
 
