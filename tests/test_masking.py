@@ -223,6 +223,17 @@ def test_a_fast_label_within_tau_is_decided_again_in_float32(fast, exact, label,
     assert found.certificates.forwards[0] == passes * len(MASKS.unions)
 
 
+def test_a_certificate_asks_only_whether_a_label_is_the_images_own():
+    """Labels 1 and 2 are tied in the fast pass, so which of them wins is decided in float32, but neither is label 0,
+    and for a certificate that is all."""
+    classifier, images = TwoWays((0.0, 1.0, 0.96), (0.0, 0.97, 1.0)), torch.zeros(1, 1, 9, 9)
+    every = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16, exhaustive=True)
+    for label, passes in ((0, 1), (1, 2), (2, 2)):
+        found = every.certify(images, torch.tensor([label]))
+        assert (found.certified.tolist(), found.forwards.tolist()) == ([label == 2], [passes * len(MASKS.unions)])
+    assert every.assess(images, torch.tensor([0])).predictions.tolist() == [2]
+
+
 def test_an_infinite_float32_lead_certifies_nothing():
     infinite = pp.PatchCleanser(TwoWays((0.0, 0.0), (torch.inf, 0.0)), MASKS, THREAT, engine=reference.measured())
     assert not infinite.certify(torch.zeros(1, 1, 9, 9), torch.tensor([0])).certified.any()

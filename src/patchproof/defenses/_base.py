@@ -245,7 +245,7 @@ class MaskedDefense(EvaluatedDefense):
         enough that records come often."""
         pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
         most = max(1, TABLE_CELLS // pairs)
-        return max(1, min(most, self.chunk // (2 if device_of(self).type == "cuda" else BLOCK)))
+        return max(1, min(most, self.chunk // (1 if device_of(self).type == "cuda" else BLOCK)))
 
     @property
     def most_passes(self) -> int:

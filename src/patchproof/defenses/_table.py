@@ -60,20 +60,21 @@ class MaskTable:
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)
         return self
 
-    def evaluate(self, image: Int64[Tensor, " j"], cell: Int64[Tensor, " j"]) -> None:
-        """Make these cells known."""
+    def evaluate(self, image: Int64[Tensor, " j"], cell: Int64[Tensor, " j"], *, settle: bool = True) -> None:
+        """Make these cells known; without `settle`, only whether they answer their image's label, as a certificate
+        asks."""
         asked = torch.zeros_like(self.known)
         asked[image, cell] = True  # each cell once, however often it was named
         image, cell = torch.nonzero(asked & ~self.known, as_tuple=True)
         copies = Copies(image, self.first[cell], self.second[cell])
-        found = self.evaluator.answers(self.images, self.keep, copies, self.labels)
+        found = self.evaluator.answers(self.images, self.keep, copies, self.labels, settle=settle)
         self.label[image, cell], self.gap[image, cell], self.margin[image, cell] = found.label, found.gap, found.margin
         self.forwards.index_add_(0, image, found.passes)
         self.known[image, cell] = True
 
-    def evaluate_all(self) -> None:
+    def evaluate_all(self, *, settle: bool = True) -> None:
         """Make every cell known."""
-        self.evaluate(*torch.nonzero(~self.known, as_tuple=True))
+        self.evaluate(*torch.nonzero(~self.known, as_tuple=True), settle=settle)
 
     def row(self, cells: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
         """The labels of every image in these cells."""
@@ -99,7 +100,7 @@ class MaskTable:
         start, block = 0, BLOCK
         while start < order.shape[1] and len(alive):
             cell, rows = order[alive, start : start + block], image[alive]
-            self.evaluate(rows.repeat_interleave(cell.shape[1]), cell.flatten())
+            self.evaluate(rows.repeat_interleave(cell.shape[1]), cell.flatten(), settle=not sure)
             right = self._answers(rows[:, None], cell, labels[alive][:, None], sure=sure)
             alive = alive[right.all(dim=1)]
             start, block = start + block, 2 * block

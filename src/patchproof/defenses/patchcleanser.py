@@ -106,7 +106,7 @@ class PatchCleanser(MaskedDefense):
     def _certified(self, pairs: PairTable) -> Bool[Tensor, " b"]:
         """Algorithm 2 on the whole table, or on as much of it as decides."""
         if self.exhaustive:
-            pairs.table.evaluate_all()
+            pairs.table.evaluate_all(settle=False)
             return two_mask_correct(pairs.table.right()[:, pairs.of_pair])
         return pairs.all_right(one_mask_order=self.central_first())
 

@@ -221,10 +221,13 @@ class Evaluator(InChunks):
         keep: Bool[Tensor, "n 1 h w"] | None,
         copies: Copies,
         about: Int64[Tensor, " b"] | None = None,
+        *,
+        settle: bool = True,
     ) -> Answers:
         """Label, gap and margin of each copy, on the CPU; fast labels that lead by less than τ decided in float32.
 
-        The margin is that of the label `about` each image, or without one the gap.
+        The margin is that of the label `about` each image, or without one the gap. Without `settle`, only whether that
+        label is the copy's is decided: a tie between two others is left as it is.
         """
         passes = torch.ones(len(copies.image), dtype=torch.int64)
         if not len(passes):
@@ -234,17 +237,26 @@ class Evaluator(InChunks):
         classes = None if about is None else label_range(about)
         found = self._read(images, keep, copies, self.engine.fast, asked, classes=classes)
         if self.engine.fast != "fp32":
-            self._decide_again(images, keep, copies, asked, found, passes)
+            self._decide_again(images, keep, copies, asked, found, passes, lead=1 if settle else 2)
         return Answers(found[0].long(), found[1], found[2], passes)
 
     def _decide_again(
-        self, images: Tensor, keep: Tensor | None, copies: Copies, asked: Tensor | None, found: Tensor, passes: Tensor
+        self,
+        images: Tensor,
+        keep: Tensor | None,
+        copies: Copies,
+        asked: Tensor | None,
+        found: Tensor,
+        passes: Tensor,
+        *,
+        lead: int,
     ) -> None:
         """Take the labels that lead by less than τ to the next precision, as far as each must go; write what is found
-        there over `found`. How far margins were off is noted, and must not exceed what τ allows."""
+        there over `found`, whose row `lead` says by how much. How far margins were off is noted, and must not exceed
+        what τ allows."""
         steps, least = self.measured.steps, self.measured.tau_fp32
         allowed = {precision: max(tau - least, least) if precision != "fp32" else 0.0 for precision, tau in steps}
-        left = torch.nonzero(~decided(found[1], steps[0][1]))[:, 0]
+        left = torch.nonzero(~decided(found[lead].abs(), steps[0][1]))[:, 0]
         before = [(steps[0][0], found[0, left], found[1, left])]
         for precision, tau in steps[1:]:
             if not len(left):
@@ -255,7 +267,7 @@ class Evaluator(InChunks):
             values = self._read(images, keep, some, precision, about, *earlier)
             found[:, left] = values[:3]
             passes[left] += 1
-            done = decided(values[1], tau) if precision != "fp32" else torch.ones_like(left, dtype=torch.bool)
+            done = decided(values[lead].abs(), tau) if precision != "fp32" else torch.ones_like(left, dtype=torch.bool)
             image = some.image.cpu()[done]
             self.audit.count(image.tolist(), precision)
             for (step, _, gap), margin in zip(before, values[3:], strict=True):
