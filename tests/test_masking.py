@@ -13,6 +13,7 @@ from torch import nn
 import patchproof as pp
 import reference
 from patchproof.masking import Copies, Evaluator, fill_colour, images_ahead, label_margin, network, top_two
+from patchproof.models import ImageClassifier
 from patchproof.types import CheckError, InputError
 
 THREAT = pp.PatchThreat.square(image_size=(9, 9), pixels=2)
@@ -221,6 +222,30 @@ def test_a_fast_label_within_tau_is_decided_again_in_float32(fast, exact, label,
     assert found.predictions.tolist() == [label] * 2
     assert found.certificates.certified.tolist() == [True, False]
     assert found.certificates.forwards[0] == passes * len(MASKS.unions)
+
+
+def test_images_are_prepared_once_and_answers_are_those_of_each_copy_alone():
+    """Also with a mask colour other than the mean, with a classifier whose forward does more, and with NaN hidden."""
+
+    class Louder(ImageClassifier):
+        def forward(self, images):
+            return 2 * super().forward(images)
+
+    generator = torch.Generator().manual_seed(0)
+    images, keep = torch.rand(4, 3, 9, 9, generator=generator), MASKS.keep()
+    images[0, :, :2, :2] = torch.nan
+    image, first, second = (torch.randint(n, (60,), generator=generator) for n in (4, len(keep), len(keep)))
+    for kind, fill in ((ImageClassifier, None), (ImageClassifier, (0.1, 0.9, 0.3)), (Louder, None)):
+        module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(243, 5))
+        shape = {"input_size": (9, 9), "num_classes": 5}
+        classifier = kind(module, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), fill=fill, **shape).eval()
+        evaluator = Evaluator(classifier, pp.Engine(batch_size=7))
+        found = evaluator.evaluate(images, keep, Copies(image, first, second), lambda logits, _: logits)
+        colour = torch.tensor(classifier.fill)[:, None, None]
+        for copy, answer in enumerate(found):
+            shown = torch.where(keep[first[copy]] & keep[second[copy]], images[image[copy]], colour)
+            torch.testing.assert_close(answer, classifier(shown[None])[0].detach(), equal_nan=True)
+    assert not found.isnan().all()
 
 
 def test_a_certificate_asks_only_whether_a_label_is_the_images_own():

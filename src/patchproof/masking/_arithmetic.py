@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from patchproof.masking._images import show
+from patchproof.masking._images import fill_colour, show
+from patchproof.models import PREPARING, Core
 from patchproof.types import CheckError, Classifier, Precision
-
-Network = Callable[[Tensor, Tensor | None], Tensor]
-"""(images, keep) -> float32 logits; `keep` None shows everything."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,6 +43,41 @@ def evaluating(classifier: Classifier) -> Iterator[None]:
             module.training = training
 
 
+@dataclass(frozen=True)
+class Network:
+    """F in one arithmetic: (images, keep) -> float32 logits; `keep` None shows everything."""
+
+    classifier: Classifier
+    precision: Precision
+    autocast: torch.dtype | None
+    gradients: bool
+
+    def __call__(self, images: Tensor, keep: Tensor | None) -> Tensor:
+        with self._arithmetic(images):
+            return show(self.classifier, images, keep).float()
+
+    def of(self, images: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """(rows, keep) -> logits of images[rows]: what the classifier does to images before its network sees them is
+        done once, not again for every masked copy."""
+        inner: Any = self.classifier
+        ready = images
+        if type(inner) in PREPARING:
+            with self._arithmetic(images):
+                inner, ready = Core(inner, fill_colour(inner, images)), inner.prepared(images)
+
+        def copies(rows: Tensor, keep: Tensor | None) -> Tensor:
+            with self._arithmetic(images):
+                return show(inner, ready[rows], keep).float()
+
+        return copies
+
+    @contextmanager
+    def _arithmetic(self, images: Tensor) -> Iterator[None]:
+        autocast = torch.autocast(images.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with nullcontext() if self.gradients else torch.inference_mode(), tf32(self.precision != "fp32"), autocast:
+            yield
+
+
 def network(
     classifier: Classifier, *, precision: Precision = "fp32", compiled: bool = False, gradients: bool = False
 ) -> Network:
@@ -63,10 +98,4 @@ def network(
     dtype = AUTOCAST.get(precision)
     offered = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
     lowered = None if offered is None else offered(dtype or torch.float32, compiled=compiled)
-
-    def one_pass(images: Tensor, keep: Tensor | None) -> Tensor:
-        autocast = torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None and lowered is None)
-        with nullcontext() if gradients else torch.inference_mode(), tf32(precision != "fp32"), autocast:
-            return show(lowered or classifier, images, keep).float()
-
-    return one_pass
+    return Network(lowered or classifier, precision, dtype if lowered is None else None, gradients)

@@ -186,6 +186,8 @@ class Evaluator(InChunks):
         self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
         copies, count = copies.to(images.device), len(copies.image)
         networks = self.networks or cache(partial(network, self.classifier))
+        # Where there are more copies than images, each image is prepared once.
+        masked = cache(lambda compiled: networks(precision=precision, compiled=compiled).of(images))
         order = None
         tokens = getattr(self.classifier, "token_size", None)
         if keep is not None and tokens is not None:
@@ -200,7 +202,10 @@ class Evaluator(InChunks):
             part = copies.chosen(slice(start, start + size)).padded(shape)
             visible = None if keep is None else keep[part.first] & keep[part.second]
             compiled = self.engine.compile is True and precision == self.engine.fast and shape == self.chunk
-            logits = networks(precision=precision, compiled=compiled)(images[part.image], visible)[:size]
+            if count >= len(images):
+                logits = masked(compiled)(part.image, visible)[:size]
+            else:
+                logits = networks(precision=precision, compiled=compiled)(images[part.image], visible)[:size]
             rows = slice(start, start + size) if order is None else order[start : start + size]
             return size, rows, read(logits, rows)
 

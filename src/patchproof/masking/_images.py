@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking._memory import out_of_memory
-from patchproof.models import failure, mask_colour
+from patchproof.models import Core, failure, mask_colour
 from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
 
 Item = TypeVar("Item")
@@ -83,6 +83,8 @@ def images_ahead(
 
 def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"]:
     """The colour of a masked pixel: the classifier's `fill`, else mid-grey."""
+    if isinstance(classifier, Core):
+        return classifier.fill
     channels = images.shape[1]
     values = mask_colour(classifier) or (0.5,) * channels
     if len(values) != channels:

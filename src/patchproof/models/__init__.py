@@ -3,6 +3,8 @@
 from patchproof.models._bounds import margin_bounds, passable_layers
 from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._classifier import (
+    PREPARING,
+    Core,
     ImageClassifier,
     adopt,
     classifier_summary,
@@ -40,7 +42,9 @@ __all__ = [
     "EMBEDDED",
     "EMBEDDED_SOURCE",
     "NETWORKS",
+    "PREPARING",
     "SEAL",
+    "Core",
     "ImageClassifier",
     "adopt",
     "architecture_of",

@@ -28,6 +28,7 @@ class Wrapped:
     """What a network can do beside its logits, asked with images in [0, 1]; attributes are absent where it cannot."""
 
     module: nn.Module
+    fill: Any
     drop_tokens: bool
     token_pass: TokenPass | None = None
 
@@ -48,6 +49,21 @@ class Wrapped:
         """Images -> logits of every cell (b classes rows columns)."""
         local: Any = self.module.local_logits
         return lambda images: local(self.prepared(images))
+
+
+class Core(Wrapped):
+    """A wrapped network asked with images that are `prepared` already, once for all their masked copies; so is the
+    mask colour `fill`."""
+
+    def __init__(self, outer: Wrapped, fill: Float[Tensor, "c 1 1"]) -> None:
+        self.module, self.drop_tokens, self.token_pass = outer.module, outer.drop_tokens, outer.token_pass
+        self.fill = outer.prepared(fill[None])[0]
+
+    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        return images
+
+    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        return self.module(images)
 
 
 class ImageClassifier(Wrapped, nn.Module):
@@ -84,7 +100,7 @@ class ImageClassifier(Wrapped, nn.Module):
         self.module = module
         self.shift: tuple[float, ...] = tuple(map(float, mean))
         self.scale: tuple[float, ...] = tuple(map(float, std))
-        self.fill: Any = self.shift
+        self.fill = self.shift
         if fill is not None:
             self.fill = fill
             self.fill = mask_colour(self)
@@ -112,7 +128,7 @@ class ImageClassifier(Wrapped, nn.Module):
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.shift):
             raise InputError(f"expected images of {len(self.shift)} channels (b c h w), got {tuple(images.shape)}")
-        return (images - self.mean[:, None, None]) / self.std[:, None, None]
+        return (images - self.mean[:, None, None]).div_(self.std[:, None, None])
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
@@ -157,6 +173,10 @@ class Lowered(Wrapped):
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         return self.module(self.prepared(images))
+
+
+PREPARING = (ImageClassifier, Lowered)
+"""They do nothing but prepare images for their module, so a `Core` can take their place; a subclass may do more."""
 
 
 def adopt(module: nn.Module, *, input_size: Size, num_classes: int, channels: int = 3) -> ImageClassifier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import (
     Engine,
     MaskedForward,
-    Network,
     images_ahead,
     label_range,
     network,
@@ -36,6 +35,9 @@ from patchproof.training.plan import Plan
 from patchproof.training.recorded import RecordedPass
 from patchproof.training.strategies import MaskingStrategy, MaskPair, checked, masking_strategy
 from patchproof.types import CheckError, InputError, Preprocessing
+
+Teacher = Callable[[Tensor, Tensor | None], Tensor]
+"""(images, keep) -> logits to learn from."""
 
 MIXED = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
@@ -280,7 +282,7 @@ class StepLoss(nn.Module):
         masked: MaskedForward,
         plan: Plan,
         loss: Loss | None = None,
-        teacher: Network | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         self.classifier, self.masked = classifier, masked
@@ -311,7 +313,7 @@ def masked_loss(
     keep: Bool[Tensor, "copies b 1 h w"],
     *,
     smoothing: float = 0.0,
-    teacher: Network | None = None,
+    teacher: Teacher | None = None,
     teacher_weight: float = 0.5,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
     """Mean cross-entropy over the masked copies, and that of each copy; the clean image is not in it.
@@ -394,7 +396,7 @@ def _mixed(*numbers: int) -> int:
     return state % 2**63
 
 
-def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> Network:
+def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> Teacher:
     """The plan's teacher, its outputs in the order of the classifier's."""
     size = getattr(plan.teacher, "input_size", None)
     if size not in (None, classifier.input_size):
