@@ -11,10 +11,11 @@ from patchproof.report import Cell, Column, Table
 from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
-ORDER = list(STRATEGIES)
+ORDER = [*STRATEGIES, "pair", "student"]
 TITLES = {
     "imagenette": "ImageNette",
     "imagenette-one-epoch": "ImageNette, one epoch",
+    "imagenette-stronger": "ImageNette, memory and what was made of it",
     "demo": "The networks of make demo",
     "cifar10": "CIFAR-10",
 }
