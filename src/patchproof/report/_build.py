@@ -24,8 +24,8 @@ from patchproof.report._compare import (
     trace,
 )
 from patchproof.report._figures import Picture
-from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness, worst_masks
-from patchproof.report._paired import Comparison, compare, why_not_paired
+from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, worst_masks
+from patchproof.report._paired import compare, why_not_paired
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
 from patchproof.runs import (
     Rate,
@@ -57,6 +57,12 @@ WITNESS = (
 )
 INTERVALS = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
 ALONE = "The images as the network sees them, evenly spaced from the narrowest margin to the widest."
+MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
+TWO_MASK_MARGIN = (
+    "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
+    "pair makes the classifier answer another label."
+)
+EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
 BOUNDS = (
     "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
     "robust accuracy is between them. A patch that was not found proves nothing."
@@ -201,9 +207,9 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         tiles: list[tuple[str, str, Rate]] = []
     else:
         sections = [section for one in traced for section in _details(one, chosen)]
-        complete = [table(run) for run in certified for table in (_content.accuracy_table, _content.class_table)]
+        made = (_content.accuracy_table, _content.class_table, _content.failures_table)
+        complete = [table for run in certified for make in made if (table := make(run)).rows]
         complete += [_content.attack_table([run]) for run in certified if run.attacks]
-        complete += [_conclude.failures_table(run) for run in certified if _conclude.not_certified(run)]
         tiles = [(name, _content.meanings(run)[name], rate) for run in certified for name, rate in run.rates.items()]
         conclusion = _conclude.conclude_one(traced[0]) if traced else _conclude.conclude_training(trained)
     sections += _training(trained)
@@ -229,27 +235,22 @@ def _side_by_side(
         if not same:
             raise InputError(f"baseline must be one of the certifications in the report, not {baseline}")
         base = same[0]
-    comparisons, unpaired = list[Comparison](), dict[str, str]()
-    for one in traced:
-        reason = None if one is base else why_not_paired(base.run, one.run)
-        if reason is not None:
-            unpaired[one.run.name] = reason
-        elif one is not base:
-            comparisons.append(compare(base.run, one.run))
+    others = [one.run for one in traced if one is not base]
+    unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
+    comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
     strategies, runs, paired = paper_table(traced), runs_table(traced), list[Section]()
     complete, pictures = [strategies, runs], _plots.comparison_pictures(traced)
     if comparisons:
-        names = [name for name in base.run.rates if any(name in c.accuracies for c in comparisons)][::-1]
-        every, classes = comparison_table(comparisons, names), class_comparison_table(comparisons)
+        every, classes = comparison_table(comparisons, [*base.run.rates][::-1]), class_comparison_table(comparisons)
         complete += [every, classes]
-        several = len(comparisons) > 1
-        shown = concise(comparison_table(comparisons, ["certified"]), ["accuracy"]) if several else every
-        few = _content.first_rows(classes, SHOWN_FAILURES if several else SHOWN_CLASSES, "smallest p")
-        pictures = [*([_plots.paired_picture(comparisons)] if several else []), *pictures]
+        drawn, shown, few = _plots.paired_pictures(comparisons), every, SHOWN_CLASSES
+        if len(comparisons) > 1:  # then the figure is about the runs, else about the classes
+            shown, few = concise(comparison_table(comparisons, ["certified"]), ["accuracy"]), SHOWN_FAILURES
+            pictures, drawn = [*drawn, *pictures], []
         paired.append(Section("paired", every.title, (), pictures, [shown]))
-        by_class = _plots.paired_class_pictures(comparisons)
-        if len(comparisons[0].classes) > 1 and _conclude.enough_per_class(base.run):
-            paired.append(Section("paired-classes", "By class, on the same images", (), by_class, [few]))
+        if len(comparisons[0].classes) > 1 and _content.enough_per_class(base.run):
+            parts = [classes.first(few, "smallest p")]
+            paired.append(Section("paired-classes", "By class, on the same images", (), drawn, parts))
     elif pictures:
         paired.append(Section("figures", "What changes certified accuracy", (), pictures))
     # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
@@ -288,12 +289,13 @@ def _details(one: TracedRun, options: Options) -> list[Section]:
         fallen, gallery = None, Gallery(notice=source)
     else:
         fallen, gallery = attacked_gallery(run, source, options.images), make_gallery(run, source, options.images)
-    seen = any(witness(run, record)[0] for record in run.good)
+    seen = any(_content.witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
-    failures = _content.first_rows(_conclude.failures_table(run), SHOWN_FAILURES, "lowest certified accuracy")
-    by_class = _conclude.enough_per_class(run)
+    failures = _content.failures_table(run).first(SHOWN_FAILURES, "lowest certified accuracy")
+    by_class = _content.enough_per_class(run)
     failed = bool(failures.rows) and by_class
+    margin_words = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN, *([] if run.exhaustive else [EARLY])]
     unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
     margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
     passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: float(record.forwards))
@@ -301,7 +303,7 @@ def _details(one: TracedRun, options: Options) -> list[Section]:
         *_attacked([run], fallen),
         *([Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes])] if by_class else []),
         *([Section("failures", failures.title, (), _plots.failing_masks_pictures(run), [failures])] if failed else []),
-        Section("margins", "Margins", _content.margin_words(run), margins, [_content.margin_table(run)]),
+        Section("margins", "Margins", margin_words, margins, [_content.margin_table(run)]),
         Section("cost", "Cost", (), passes, [_content.cost_table(run)]),
         Section("gallery", title, [words], gallery=gallery),
         settings,

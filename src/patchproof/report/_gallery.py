@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from patchproof.data import ImageSource, iterate_batches, preprocess, spread_ind
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, network, occlude
 from patchproof.models import ImageClassifier, match_labels
-from patchproof.report._content import outcomes
+from patchproof.report._content import outcomes, witness
 from patchproof.report._figures import Picture, styled
 from patchproof.runs import Record, StoredCertification, preprocessing_for
 from patchproof.runs._reading import class_words, count_words, printable, shortened, shortened_name
@@ -83,14 +83,23 @@ class Gallery:
 
 
 def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
-    """`count` certified images and `count` others, evenly spaced in the order of their margins."""
+    """`count` certified images and `count` others, evenly spaced in the order of their margins, each beside its copy
+    under the masks that decided where these are known."""
     groups, missing = [], 0
     for title, records in outcomes(run).items():
-        ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
+        ordered, cards = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index)), []
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-        cards = [card for record in ordered if (card := _card(run, source, record)) is not None]
-        missing += len(ordered) - len(cards)
+        for record in ordered:
+            image, (numbers, answer) = _image(run, source, record), witness(run, record)
+            if image is None:
+                missing += 1
+            elif not numbers or run.masks is None:
+                cards.append(_card(run, record, image))
+            else:
+                rects, how = [run.masks.blocks[i] for i in numbers], count_words(len(numbers), "mask", "masks")
+                masked = hidden(image, rects, run.fill)
+                cards.append(_card(run, record, image, masked, rects, how=f"under {how}", answer=answer))
         groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
     return Gallery(groups, notice)
@@ -130,13 +139,33 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
         if patch is not None and fits:
             shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
     patches, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
-    return replace(
-        _plain_card(run, record, image),
-        masked=data_uri(shown),
+    how = f"with the {patches}" if fits else f"where the {patches} {were}"
+    return _card(run, record, image, shown, rects, how=how, answer=label, patched=fits)
+
+
+def _card(
+    run: StoredCertification,
+    record: Record,
+    image: Float[Tensor, "c h w"],
+    copy: Float[Tensor, "c h w"] | None = None,
+    rects: Sequence[Rect] = (),
+    *,
+    how: str = "",
+    answer: int | None = None,
+    patched: bool = False,
+) -> Card:
+    return Card(
+        title=printable(record.path),
+        label=run.class_name(record.label),
+        margin="–" if record.margin is None else f"{record.margin:+.3g}",
+        certified=bool(record.certified),
+        image=data_uri(image),
+        size=(int(image.shape[1]), int(image.shape[2])),
+        masked=None if copy is None else data_uri(copy),
         rects=tuple(rects),
-        how=f"with the {patches}" if fits else f"where the {patches} {were}",
-        answered=None if label is None else run.class_name(label),
-        patched=fits,
+        how=how,
+        answered=None if answer is None else run.class_name(answer),
+        patched=patched,
     )
 
 
@@ -167,54 +196,6 @@ def _image(run: StoredCertification, source: ImageSource, record: Record) -> Flo
     image = as_images(pixels[None], "cpu")[0]
     size = int(image.shape[1]), int(image.shape[2])
     return image if size == (run.image_size or size) and len(image) in (1, 3) else None
-
-
-def _plain_card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
-    return Card(
-        title=printable(record.path),
-        label=run.class_name(record.label),
-        margin="–" if record.margin is None else f"{record.margin:+.3g}",
-        certified=bool(record.certified),
-        image=data_uri(image),
-        size=(int(image.shape[1]), int(image.shape[2])),
-    )
-
-
-def _card(run: StoredCertification, source: ImageSource, record: Record) -> Card | None:
-    """The image, beside its copy under the masks that decided where these are known; None where it cannot be shown."""
-    image = _image(run, source, record)
-    if image is None:
-        return None
-    card, (rects, answer) = _plain_card(run, record, image), witness(run, record)
-    if not rects:
-        return card
-    how, answered = (
-        f"under {count_words(len(rects), 'mask', 'masks')}",
-        None if answer is None else run.class_name(answer),
-    )
-    return replace(card, masked=data_uri(hidden(image, rects, run.fill)), rects=rects, how=how, answered=answered)
-
-
-def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None]:
-    """The masks of the record's witness, each once, and the label it answered."""
-    numbers, found = witness_masks(run, record), record.evidence.get("witness")
-    if run.masks is None or not numbers or not isinstance(found, Mapping):
-        return (), None
-    label = found.get("label")
-    return tuple(run.masks.blocks[number] for number in numbers), label if type(label) is int else None
-
-
-def witness_masks(run: StoredCertification, record: Record) -> tuple[int, ...]:
-    """The numbers of the masks that decided, each once, and of unions those of their parts; none where the record has
-    no witness that fits the run."""
-    found = record.evidence.get("witness")
-    masks = found.get("masks") if isinstance(found, Mapping) else None
-    if run.masks is None or not isinstance(masks, list):
-        return ()
-    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
-        return ()
-    parts = run.masks.parts
-    return tuple(dict.fromkeys(run.masks.blocks.index(rect) for number in masks for rect in parts[number]))
 
 
 def hidden(
