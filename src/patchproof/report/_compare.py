@@ -236,37 +236,34 @@ def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) ->
             if name in c.accuracies:
                 paired, p = c.accuracies[name], c.corrected[name]
                 border |= paired.disagrees(p)
-                rows.append({"run": c.run.name, "accuracy": name, **_paired_cells(paired, p)})
+                several = ({"run": c.run.name}, {"p, Holm": p}) if len(comparisons) > 1 else ({}, {})
+                rows.append({**several[0], "accuracy": name, **_paired_cells(paired), **several[1]})
     notes = [
         f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
         f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
+        *([BORDER] if border else []),
+        *([HOLM] if len(comparisons) > 1 else []),
     ]
-    if border:
-        notes.append(BORDER)
-    if len(comparisons) > 1:
-        return Table.of("paired", f"Against {base}", rows, [*notes, HOLM], digits=3)
-    title = f"{comparisons[0].run.name} against {base}"
-    return Table.of("paired", title, rows, notes, digits=3).without(["run", "p, Holm"])
+    title = f"Against {base}" if len(comparisons) > 1 else f"{comparisons[0].run.name} against {base}"
+    return Table.of("paired", title, rows, notes, digits=3)
 
 
 def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Certified accuracy of each class against the baseline, smallest p first."""
-    found = []
+    rows = []
     for c in comparisons:
-        adjusted = holm([paired.p for paired in c.classes.values()])
-        found += [(c, *tested) for tested in zip(c.classes, c.classes.values(), adjusted, strict=True)]
-    rows = [
-        {"class": c.base.class_name(label), "run": c.run.name, **_paired_cells(paired, p)}
-        for c, label, paired, p in sorted(found, key=lambda one: one[2].p)
-    ]
+        named = {"run": c.run.name} if len(comparisons) > 1 else {}
+        for (label, paired), p in zip(c.classes.items(), holm([one.p for one in c.classes.values()]), strict=True):
+            cells = {"class": c.base.class_name(label), **named, **_paired_cells(paired), "p, Holm": p}
+            rows.append((paired.p, cells))
+    rows.sort(key=lambda row: row[0])
     title = f"Certified against {comparisons[0].base.name}, by class"
-    table = Table.of("paired-classes", title, rows, [HOLM], digits=3)
-    return table.without(["run"]) if len(comparisons) == 1 else table
+    return Table.of("paired-classes", title, [cells for _, cells in rows], [HOLM], digits=3)
 
 
-def _paired_cells(paired: Paired, corrected: float) -> dict[str, Cell]:
+def _paired_cells(paired: Paired) -> dict[str, Cell]:
     counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
-    return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
+    return {**counts, "difference in points": paired, "McNemar p": paired.p}
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

@@ -118,7 +118,7 @@ def ends(table: Table, count: int) -> Table:
         return table
     ordered = sorted(table.rows, key=lambda row: next(cell.rate for cell in row if isinstance(cell, Rate)))
     note = f"The {count} lowest and the {count} highest of {len(table.rows):,} classes; tables/{table.key}.csv has all."
-    return replace(table, rows=(*ordered[:count], *ordered[-count:]), notes=(*table.notes, note))
+    return replace(table, rows=(*ordered[:count], *ordered[-count:]), notes=(*table.notes, note), whole=table)
 
 
 def failures_table(run: StoredCertification) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -91,15 +91,15 @@ def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> G
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
         for record in ordered:
-            image, (numbers, answer) = _image(run, source, record), witness(run, record)
+            image = _image(run, source, record)
             if image is None:
                 missing += 1
-            elif not numbers or run.masks is None:
-                cards.append(_card(run, record, image))
-            else:
-                rects, how = [run.masks.blocks[i] for i in numbers], count_words(len(numbers), "mask", "masks")
-                masked = hidden(image, rects, run.fill)
-                cards.append(_card(run, record, image, masked, rects, how=f"under {how}", answer=answer))
+                continue
+            card, (masks, answer) = _card(run, record, image), witness(run, record)
+            if masks and run.masks is not None:
+                rects, how = [run.masks.blocks[i] for i in masks], count_words(len(masks), "mask", "masks")
+                card = _beside(card, run, hidden(image, rects, run.fill), rects, f"under {how}", answer)
+            cards.append(card)
         groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
     return Gallery(groups, notice)
@@ -126,7 +126,7 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
     image = _image(run, source, record)
     if image is None or record.attack is None:
         return None
-    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name) or ({}, None)
+    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name)
     if name == "defended":  # of which the record itself speaks
         kept = {place: kept.get(place) for place in record.attack.places}
         label = record.attack.attacked_label
@@ -140,20 +140,10 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
             shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
     patches, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
     how = f"with the {patches}" if fits else f"where the {patches} {were}"
-    return _card(run, record, image, shown, rects, how=how, answer=label, patched=fits)
+    return replace(_beside(_card(run, record, image), run, shown, rects, how, label), patched=fits)
 
 
-def _card(
-    run: StoredCertification,
-    record: Record,
-    image: Float[Tensor, "c h w"],
-    copy: Float[Tensor, "c h w"] | None = None,
-    rects: Sequence[Rect] = (),
-    *,
-    how: str = "",
-    answer: int | None = None,
-    patched: bool = False,
-) -> Card:
+def _card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
     return Card(
         title=printable(record.path),
         label=run.class_name(record.label),
@@ -161,16 +151,24 @@ def _card(
         certified=bool(record.certified),
         image=data_uri(image),
         size=(int(image.shape[1]), int(image.shape[2])),
-        masked=None if copy is None else data_uri(copy),
-        rects=tuple(rects),
-        how=how,
-        answered=None if answer is None else run.class_name(answer),
-        patched=patched,
     )
 
 
-def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int] | None:
-    """Patches (c p q) by their place and the answer to them, as the attack left them; None where they are missing or
+def _beside(
+    card: Card,
+    run: StoredCertification,
+    copy: Float[Tensor, "c h w"],
+    rects: Sequence[Rect],
+    how: str,
+    label: int | None,
+) -> Card:
+    """The card with the copy that decided, framed, and the label under it."""
+    answered = None if label is None else run.class_name(label)
+    return replace(card, masked=data_uri(copy), rects=tuple(rects), how=how, answered=answered)
+
+
+def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int | None]:
+    """Patches (c p q) by their place and the answer to them, as the attack left them; none where they are missing or
     damaged."""
     try:
         found, patches = load_file(path), dict[tuple[int, ...], Tensor | None]()
@@ -178,11 +176,11 @@ def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | 
             if one in found or one == name:
                 patch, (top, left, height, width) = found[one], map(int, found[f"{one}_place"])
                 if not (patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())):
-                    return None
+                    return {}, None
                 patches[top, left, height, width] = patch.float()
         return patches, int(found[f"{name}_label"])
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
-        return None
+        return {}, None
 
 
 def _image(run: StoredCertification, source: ImageSource, record: Record) -> Float[Tensor, "c h w"] | None:

@@ -65,6 +65,8 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
+    whole: Table | None = None
+    """The table of which the page shows this part; its files have all of it."""
 
     @classmethod
     def of(
@@ -75,17 +77,17 @@ class Table:
         return cls(key, title, columns, [tuple(row.values()) for row in rows], notes)
 
     def without(self, names: Collection[str]) -> Table:
-        """Without these columns."""
+        """The part without these columns."""
         kept = [i for i, column in enumerate(self.columns) if column.name not in names]
         rows = [tuple(row[i] for i in kept) for row in self.rows]
-        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows, whole=self.whole or self)
 
     def first(self, count: int, which: str) -> Table:
         """The first rows alone, if there are more; the note says by what they were chosen."""
         if len(self.rows) <= count:
             return self
         note = f"The {count} of {len(self.rows):,} with the {which}; tables/{self.key}.csv has all."
-        return replace(self, rows=self.rows[:count], notes=(*self.notes, note))
+        return replace(self, rows=self.rows[:count], notes=(*self.notes, note), whole=self)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
