@@ -230,40 +230,38 @@ def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
 
 def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) -> Table:
     """One row per run and accuracy: the images on which it differs from the baseline, and what follows."""
-    base, rows, border = comparisons[0].base.name, list[dict[str, Cell]](), False
-    for name in names:
-        for c in comparisons:
-            if name in c.accuracies:
-                paired, p = c.accuracies[name], c.corrected[name]
-                border |= paired.disagrees(p)
-                several = ({"run": c.run.name}, {"p, Holm": p}) if len(comparisons) > 1 else ({}, {})
-                rows.append({**several[0], "accuracy": name, **_paired_cells(paired), **several[1]})
+    base, several = comparisons[0].base.name, len(comparisons) > 1
+    tested = [(c, name) for name in names for c in comparisons if name in c.accuracies]
+    rows: list[dict[str, Cell]] = [
+        {"run": c.run.name, "accuracy": name, **_paired_cells(c.accuracies[name], c.corrected[name])}
+        for c, name in tested
+    ]
     notes = [
         f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
         f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
-        *([BORDER] if border else []),
-        *([HOLM] if len(comparisons) > 1 else []),
+        *([BORDER] if any(c.accuracies[name].disagrees(c.corrected[name]) for c, name in tested) else []),
+        *([HOLM] if several else []),
     ]
-    title = f"Against {base}" if len(comparisons) > 1 else f"{comparisons[0].run.name} against {base}"
-    return Table.of("paired", title, rows, notes, digits=3)
+    title = f"Against {base}" if several else f"{comparisons[0].run.name} against {base}"
+    return Table.of("paired", title, rows, notes, digits=3, leave_out=() if several else ("run", "p, Holm"))
 
 
 def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Certified accuracy of each class against the baseline, smallest p first."""
-    rows = []
+    rows: list[tuple[float, dict[str, Cell]]] = []
     for c in comparisons:
-        named = {"run": c.run.name} if len(comparisons) > 1 else {}
-        for (label, paired), p in zip(c.classes.items(), holm([one.p for one in c.classes.values()]), strict=True):
-            cells = {"class": c.base.class_name(label), **named, **_paired_cells(paired), "p, Holm": p}
+        adjusted = holm([paired.p for paired in c.classes.values()])
+        for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
+            cells = {"class": c.base.class_name(label), "run": c.run.name, **_paired_cells(paired, p)}
             rows.append((paired.p, cells))
-    rows.sort(key=lambda row: row[0])
-    title = f"Certified against {comparisons[0].base.name}, by class"
-    return Table.of("paired-classes", title, [cells for _, cells in rows], [HOLM], digits=3)
+    ordered = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
+    title, alone = f"Certified against {comparisons[0].base.name}, by class", len(comparisons) == 1
+    return Table.of("paired-classes", title, ordered, [HOLM], digits=3, leave_out=("run",) if alone else ())
 
 
-def _paired_cells(paired: Paired) -> dict[str, Cell]:
+def _paired_cells(paired: Paired, corrected: float) -> dict[str, Cell]:
     counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
-    return {**counts, "difference in points": paired, "McNemar p": paired.p}
+    return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

@@ -70,11 +70,19 @@ class Table:
 
     @classmethod
     def of(
-        cls, key: str, title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str] = (), *, digits: int = 1
+        cls,
+        key: str,
+        title: str,
+        rows: Sequence[Mapping[str, Cell]],
+        notes: Sequence[str] = (),
+        *,
+        digits: int = 1,
+        leave_out: Collection[str] = (),
     ) -> Table:
-        """From rows that name their cells, all in the same order."""
-        columns = [Column(name, digits=digits) for name in rows[0]] if rows else []
-        return cls(key, title, columns, [tuple(row.values()) for row in rows], notes)
+        """From rows that name their cells, all in the same order; some of them may be left out."""
+        names = [name for name in rows[0] if name not in leave_out] if rows else []
+        columns = [Column(name, digits=digits) for name in names]
+        return cls(key, title, columns, [tuple(row[name] for name in names) for row in rows], notes)
 
     def without(self, names: Collection[str]) -> Table:
         """The part without these columns."""
