@@ -165,7 +165,13 @@ def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
     if unfit is not None:
         steps.append(f"{unfit}.")
     elif len(failed) > wrong and alone is not None:
-        steps += _more_masks(run) + _training(one.strategy, tried)
+        steps += _more_masks(run)
+        strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
+        instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
+        if strong:
+            steps.append(f"Train longer, with more images or a larger network: masks of {strong[0]} are used already.")
+        else:
+            steps.append(f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks.")
     if failed and 3 * wrong >= len(failed):
         steps.append(
             f"Improve the classifier itself: {wrong:,} of {len(failed):,} images without a certificate are "
@@ -198,14 +204,6 @@ def _more_masks(run: StoredCertification) -> list[str]:
     return [f"Try {size} masks: each hides {size_words(then)} pixels instead of {size_words(now)}, for {passes}."]
 
 
-def _training(strategy: str | None, tried: Collection[str]) -> list[str]:
-    strong = [name for name in (strategy or "", *tried) if name.startswith(STRONG)]
-    if strong:
-        return [f"Train longer, with more images or a larger network: masks of {strong[0]} are used already."]
-    instead = ", unless these weights were" if strategy is None else f" instead of {strategy}"
-    return [f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."]
-
-
 def conclude_several(
     traced: Sequence[TracedRun], base: TracedRun, comparisons: Sequence[Comparison], unpaired: Mapping[str, str]
 ) -> Conclusion:
@@ -218,16 +216,18 @@ def conclude_several(
     many = len(ordered) > 1
     clear = [c for c in ordered if c.corrected["certified"] < LEVEL]
     clean = [c for c in ordered if c.corrected["defended"] < LEVEL]
+
+    def against(c: Comparison, name: str) -> str:
+        return _difference(c.accuracies[name], c.run.name, base.run.name, c.corrected[name], holm_test=many)
+
     for c in ordered[:NAMED]:
-        words = _difference(c.certified, c.run.name, base.run.name, c.corrected["certified"], holm_test=many)
+        words = against(c, "certified")
         first, second = (run.rates["certified"].interval for run in (c.base, c.run))
         if c in clear and first[0] <= second[1] and second[0] <= first[1]:
             words += " Their separate intervals overlap; on the same images the paired difference counts."
         verdict.append(f"Certified: {words}")
         if c in clean:
-            paired, p = c.accuracies["defended"], c.corrected["defended"]
-            words = _difference(paired, c.run.name, base.run.name, p, holm_test=many)
-            verdict.append(f"Defended, on clean images: {words}")
+            verdict.append(f"Defended, on clean images: {against(c, 'defended')}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
     if many:

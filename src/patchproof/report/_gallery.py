@@ -61,15 +61,6 @@ class Card:
     """Whether `masked` shows the pixels of a patch."""
 
     @property
-    def right(self) -> bool:
-        return self.certified and self.answered == self.label
-
-    @property
-    def too_close(self) -> bool:
-        """The right label, but not far enough ahead to count."""
-        return not self.certified and self.answered == self.label
-
-    @property
     def pixelated(self) -> bool:
         return max(self.size) <= SMALL
 
@@ -208,13 +199,9 @@ def hidden(
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
     """The image inside the page itself, in 8 bits."""
     picture, file = Image.fromarray(_bytes(image.expand(3, -1, -1))), io.BytesIO()
-    if max(picture.size) <= SMALL:
-        picture.save(file, "PNG", optimize=True)
-        kind = "png"
-    else:
-        picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-        picture.save(file, "JPEG", quality=86, optimize=True)
-        kind = "jpeg"
+    kind = "png" if max(picture.size) <= SMALL else "jpeg"
+    picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    picture.save(file, kind, quality=86, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
