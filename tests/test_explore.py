@@ -30,7 +30,7 @@ from patchproof.explore import Explorer, open_explorer
 from patchproof.explore import _draw as draw
 from patchproof.explore import _explorer as explorer_module
 from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, noise, paste
-from patchproof.explore._findings import Finding, Rounds, SecondRound, explain, meaning, study, verdict, watch
+from patchproof.explore._findings import Finding, Rounds, explain, meaning, study, verdict, watch
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
 from patchproof.models import ImageClassifier, save_checkpoint, sealed
@@ -98,24 +98,25 @@ def test_rounds_are_those_of_the_defence(seed):
         assert rounds.answer == answer == reference.predict(rounds.first, lambda mask, rows=rows: rows[mask])
         assert rounds.undefended == reference.argmax(classifier(image[None])[0].tolist())
         others = [copy for copy, label in enumerate(rounds.first) if label != rounds.majority]
-        asked = [r.copy for r in rounds.second]
+        asked = list(rounds.second)
         assert asked == others[: len(asked)]
-        assert all(list(r.labels) == rows[r.copy] and r.label == rounds.first[r.copy] for r in rounds.second)
-        assert not any(r.confirmed for r in rounds.second[:-1])
-        assert len(asked) == len(others) or rounds.second[-1].confirmed
+        assert all(list(labels) == rows[copy] for copy, labels in rounds.second.items())
+        unanimous = [copy for copy in asked if set(rows[copy]) == {rounds.first[copy]}]
+        assert unanimous == ([] if rounds.confirmed is None else [rounds.confirmed])
+        assert len(asked) == len(others) or rounds.confirmed == asked[-1]
         assert f"the answer is {name(answer)}" in explain(rounds, name)
         once = watch(single, evaluator, image)
         assert (once.first, once.answer, once.second) == (rounds.first, alarm, None)
 
 
 SENTENCES = [
-    (Rounds(0, 0, (0, 0, 0), 0, ()), "All 3 copies say shirt, so there is no second round: the answer is shirt."),
+    (Rounds(0, 0, (0, 0, 0), 0, {}), "All 3 copies say shirt, so there is no second round: the answer is shirt."),
     (
-        Rounds(0, 1, (0, 1, 0), 0, (SecondRound(1, 1, (1, 1, 1)),)),
+        Rounds(0, 1, (0, 1, 0), 0, {1: (1, 1, 1)}),
         "2 of 3 copies say shirt; copy 2 (bag) is confirmed by its second round: the answer is bag.",
     ),
     (
-        Rounds(0, 0, (1, 0, 0, 2), 0, (SecondRound(0, 1, (1, 0, 0, 0)), SecondRound(3, 2, (2, 2, 2, 0)))),
+        Rounds(0, 0, (1, 0, 0, 2), 0, {0: (1, 0, 0, 0), 3: (2, 2, 2, 0)}),
         "2 of 4 copies say shirt; copies 1 (bag), 4 (coat) are each contradicted by their second round: the answer is "
         "shirt, the majority’s.",
     ),

@@ -134,16 +134,18 @@ def test_margins_and_cost_equal_plain_sorting(folder):
 
 def test_a_histogram_counts_every_value_once_and_cuts_at_zero():
     groups = [[-3.0, -0.1, 0.0], [0.05, 2.0, 2.5, 900.0]]
-    assert [sum(rate.k for rate in row) for row in histogram(groups, n=7, bins=10).shares] == [3, 4]
+    _, shares, _ = histogram(groups, n=7, bins=10)
+    assert [sum(rate.k for rate in row) for row in shares] == [3, 4]
     assert histogram([[], []], n=0) is None
-    assert 0.0 in histogram([[-1.0, 0.3, 1.7] * 50, []], n=150).edges
-    outlier = histogram([[i / 100 for i in range(1000)] + [1e6], []], n=1001)
-    assert (outlier.edges[-1] < 20, outlier.clipped >= 1) == (True, True)
-    assert sum(rate.k for rate in outlier.shares[0]) == 1001
-    same = histogram([[9.0] * 5, [9.0] * 3], n=8)
-    assert same.edges[0] < 9 < same.edges[-1]
-    assert same.edges[-1] - same.edges[0] < 2
-    assert [sum(rate.k for rate in row) for row in same.shares] == [5, 3]
+    edges, _, _ = histogram([[-1.0, 0.3, 1.7] * 50, []], n=150)
+    assert 0.0 in edges
+    edges, shares, clipped = histogram([[i / 100 for i in range(1000)] + [1e6], []], n=1001)
+    assert (edges[-1] < 20, clipped >= 1) == (True, True)
+    assert sum(rate.k for rate in shares[0]) == 1001
+    edges, shares, _ = histogram([[9.0] * 5, [9.0] * 3], n=8)
+    assert edges[0] < 9 < edges[-1]
+    assert edges[-1] - edges[0] < 2
+    assert [sum(rate.k for rate in row) for row in shares] == [5, 3]
 
 
 # Tables and words

@@ -15,8 +15,8 @@ import pytest
 
 from patchproof.report import Options, build_report
 from patchproof.report._compare import TracedRun
-from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, mask_shares
-from patchproof.report._gallery import witness as gallery_witness
+from patchproof.report._conclude import Conclusion, conclude_one, conclude_several
+from patchproof.report._content import mask_shares, witness
 from patchproof.report._paired import Paired, compare, count_pairs, holm
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
@@ -142,7 +142,7 @@ def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, 
     assert all("(Holm)" in text for text in verdict if text.startswith("Defended, on clean images"))
     first, second = (read_run(folder) for folder in (poor, runs[0]))
     traced = [TracedRun(first, "poor", "greedy"), TracedRun(second, "plain", "cutout")]
-    steps = conclude_several(traced, traced[0], [compare(first, second)], {}).steps
+    steps = conclude_several(traced, traced[0], compare(first, second), {}).steps
     assert any(text.startswith("Train longer") for text in steps)
     assert not any("instead of cutout" in text for text in steps)
 
@@ -266,13 +266,13 @@ def test_trainings_end_in_a_verdict_too(tmp_path):
 
 
 def test_two_patches_are_said_counted_by_rectangle_and_recommended_masks_that_can_be_paid(tmp_path):
-    witness = {"witness": {"masks": [9, 44], "label": 2}}  # rectangles 0 and 1, 7 and 8
-    records = [replace(r, certified=False, margin=-1.0, evidence=witness) for r in random_records(30, masks=45)]
+    evidence = {"witness": {"masks": [9, 44], "label": 2}}  # rectangles 0 and 1, 7 and 8
+    records = [replace(r, certified=False, margin=-1.0, evidence=evidence) for r in random_records(30, masks=45)]
     folder = write_run(tmp_path / "a", manifest(count=30, **{"identity.defense.patches": 2}), records)
     run = read_run(folder)
     assert (run.patches, run.axes, run.masks_words) == (2, (3, 3), "45 unions of 3×3 masks")
     assert list(mask_shares(run, run.good)) == [0, 1, 7, 8]
-    assert [(r.top, r.left) for r in gallery_witness(run, run.good[0])[0]] == [(0, 0), (0, 8), (16, 8), (16, 16)]
+    assert witness(run, run.good[0]) == ((0, 1, 7, 8), 2)
     report = build_report([folder])
     page = report.html()
     assert "against two patches of 5×5 px (3.2%) anywhere on the image" in page

@@ -175,18 +175,17 @@ def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Roun
             found += vote(explorer, (*hidden, mask), f"{mask + 1}: {sign}{explorer.name(label)}", kind)
         return f'<div class="pp-votes">{found}</div>'
 
-    second = rounds.second or ()
-    winner = next((r.copy for r in second if r.confirmed), None)
-    content = f"<h4>Round one: each mask once</h4>{votes(rounds.first, rounds.majority, decides=winner)}"
+    second = rounds.second or {}
+    content = f"<h4>Round one: each mask once</h4>{votes(rounds.first, rounds.majority, decides=rounds.confirmed)}"
     if rounds.second is not None:
         content += "<h4>Round two: each disagreeing copy under every further mask</h4>"
         content += "" if second else "<p>Not needed: the first round is unanimous.</p>"
-    for r in second:
-        against, agreed = sum(label != r.label for label in r.labels), "all agree: this copy decides"
-        doubt = f"{against} of {len(r.labels)} say something else: it does not count"
-        words = f"copy {r.copy + 1}, {explorer.name(r.label)}: {agreed if r.confirmed else doubt}"
-        content += f'<details class="pp-second"{" open" * r.confirmed}><summary>{escaped(words)}</summary>'
-        content += f"{votes(r.labels, r.label, r.copy)}</details>"
+    for copy, labels in second.items():
+        label, decides = rounds.first[copy], copy == rounds.confirmed
+        doubt = f"{sum(one != label for one in labels)} of {len(labels)} say something else: it does not count"
+        words = f"copy {copy + 1}, {explorer.name(label)}: {'all agree: this copy decides' if decides else doubt}"
+        content += f'<details class="pp-second"{" open" * decides}><summary>{escaped(words)}</summary>'
+        content += f"{votes(labels, label, copy)}</details>"
     left = rounds.disagreeing - len(second)
     if second and left:
         content += f"<p>{left} more disagreeing copies need not be asked: the answer is known.</p>"

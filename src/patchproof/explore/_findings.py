@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,32 +71,24 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class SecondRound:
-    """Copy `copy` of the first round answered `label`, against the majority, and `labels` under each further mask."""
-
-    copy: int
-    label: int
-    labels: tuple[int, ...]
-
-    @property
-    def confirmed(self) -> bool:
-        return set(self.labels) == {self.label}
-
-
-@dataclass(frozen=True)
 class Rounds:
     """How an answer came about: the one-mask labels, if there are masks; for double masking the second rounds, in the
-    order they were asked. A confirmed one is the last, since it decides."""
+    order they were asked: each copy that disagrees -> its labels under each further mask."""
 
     undefended: int | None
     answer: int
     first: tuple[int, ...] = ()
     majority: int = -1
-    second: tuple[SecondRound, ...] | None = None
+    second: Mapping[int, tuple[int, ...]] | None = None
 
     @property
     def disagreeing(self) -> int:
         return sum(label != self.majority for label in self.first)
+
+    @property
+    def confirmed(self) -> int | None:
+        """The copy that decides: its second round is unanimous with it. It is the last that is asked."""
+        return next((copy for copy, said in (self.second or {}).items() if set(said) == {self.first[copy]}), None)
 
 
 def study(
@@ -123,7 +115,7 @@ def study(
 
 def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w"]) -> Rounds:
     """The answer of `defense.predict`; of double masking also each second round, every label of it."""
-    images, asked = image[None], list[SecondRound]()
+    images, asked = image[None], dict[int, tuple[int, ...]]()
     undefended = None if evaluator is None else int(evaluator.labels(images))
     if not isinstance(defense, PatchCleanser):
         answer, table = int(defense.predict(images)), one_mask_table(defense, evaluator, images)
@@ -136,15 +128,14 @@ def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w
 
     def second(row: Tensor, mask: Tensor) -> Int64[Tensor, "j n"]:
         labels = pairs.second_round(row, mask)
-        for number, found in zip(mask.tolist(), labels.tolist(), strict=True):
-            own = int(first[0, number])
-            asked.append(SecondRound(number, own, tuple(found)))
-            if set(found) == {own}:  # decided: the others count no more
+        for copy, found in zip(mask.tolist(), labels.tolist(), strict=True):
+            asked[copy] = tuple(found)
+            if set(found) == {int(first[0, copy])}:  # decided: the others count no more
                 break
         return labels
 
     answer = int(double_masking(first, second))
-    return Rounds(undefended, answer, tuple(first[0].tolist()), int(majority_label(first)), tuple(asked))
+    return Rounds(undefended, answer, tuple(first[0].tolist()), int(majority_label(first)), asked)
 
 
 def one_mask_table(
@@ -213,16 +204,16 @@ def explain(rounds: Rounds, name: Name) -> str:
     parts = [f"{count - rounds.disagreeing} of {count} copies say {name(rounds.majority)}"]
     if rounds.second is None:
         return f"{parts[0]}, {rounds.disagreeing} something else: {answer}."
-    lost = [f"{r.copy + 1} ({name(r.label)})" for r in rounds.second if not r.confirmed]
+    confirmed, copies = rounds.confirmed, {copy: f"{copy + 1} ({name(rounds.first[copy])})" for copy in rounds.second}
+    lost = [words for copy, words in copies.items() if copy != confirmed]
     if len(lost) == 1:
         parts.append(f"copy {lost[0]} is contradicted by its second round")
     elif lost:
         which = f"copies {', '.join(lost)}" if len(lost) <= MOST_NAMED else f"{len(lost)} others"
         parts.append(f"{which} are each contradicted by their second round")
-    last = rounds.second[-1]
-    if not last.confirmed:
+    if confirmed is None:
         return f"{'; '.join(parts)}: {answer}, the majority’s."
-    return f"{'; '.join(parts)}; copy {last.copy + 1} ({name(last.label)}) is confirmed by its second round: {answer}."
+    return f"{'; '.join(parts)}; copy {copies[confirmed]} is confirmed by its second round: {answer}."
 
 
 def meaning(rounds: Rounds, finding: Finding, name: Name, guarantee: str) -> str:

@@ -50,7 +50,7 @@ def open_explorer(
     run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
-        built, notices = stored_defense(run, classifier), list(run.notices)
+        built, notices, names = stored_defense(run, classifier), list(run.notices), run.class_names
         if (patch, patches, per_axis) != (None, None, None):
             if not isinstance(built, MaskedDefense):
                 raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
@@ -58,40 +58,36 @@ def open_explorer(
             sizes = built.threat.patch_sizes if patch is None else parse_patches(patch, size)
             threat = PatchThreat(size, sizes, built.threat.patches if patches is None else patches)
             count = len(built.masks.axes[0]) if per_axis is None else per_axis
-            masks = masks_for(classifier, threat, per_axis=count)
-            built = replace(built, masks=masks, threat=threat)
+            built = replace(built, masks=masks_for(classifier, threat, per_axis=count), threat=threat)
             own = f"{'patch of ' * (run.patches == 1)}{run.patch_words}"
             notices.append(f"records are about the run's own {own} and {run.masks_words}")
         preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
-        about, images = f"{run.architecture} on {run.dataset}", find_images(run, dataset, data_dir)
-        if isinstance(images, str):  # why they are not found
-            return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, images))
-        return Explorer(built, preprocessing, about, run.class_names, images, run.good, tuple(notices))
-    checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
-    if run and checkpoint == place:
-        raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
-    if weights is not None:
-        raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
-    own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
-    classifier = load_classifier(model or str(architecture_of(own)), own)
-    classifier = classifier.to(device).to(memory_format=torch.channels_last)
-    sizes = parse_patches(patch or "3%", classifier.input_size)
-    threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
-    built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
-    names = class_words(dict(enumerate(classifier.class_names or ())))
-    remarks = tuple(network_remarks(classifier))
-    source = _images_of(checkpoint, dataset, data_dir, split)
-    if isinstance(source, str):
-        preprocessing = preprocessing_for(classifier, False, threat.image_size)
-        return Explorer(
-            built, preprocessing, f"{classifier.architecture} on your own images", names, notices=(*remarks, source)
-        )
-    classes = models.match_labels(source.class_names, classifier)
-    records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
-    preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
-    return Explorer(
-        built, preprocessing, f"{classifier.architecture} on {source.name}", names, source, records, remarks
-    )
+        source, records = find_images(run, dataset, data_dir), run.good
+        about = f"{run.architecture} on {run.dataset}"
+    else:
+        checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
+        if run and checkpoint == place:
+            raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
+        if weights is not None:
+            raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
+        own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
+        classifier = load_classifier(model or str(architecture_of(own)), own)
+        classifier = classifier.to(device).to(memory_format=torch.channels_last)
+        sizes = parse_patches(patch or "3%", classifier.input_size)
+        threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
+        built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
+        names, notices = class_words(dict(enumerate(classifier.class_names or ()))), network_remarks(classifier)
+        source, records = _images_of(checkpoint, dataset, data_dir, split), ()
+        low_resolution, shown = False, "your own images"
+        if not isinstance(source, str):
+            low_resolution, shown = source.low_resolution, source.name
+            classes = models.match_labels(source.class_names, classifier)
+            records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
+        preprocessing = preprocessing_for(classifier, low_resolution, threat.image_size)
+        about = f"{classifier.architecture} on {shown}"
+    if isinstance(source, str):  # why they are not found
+        return Explorer(built, preprocessing, about, names, notices=(*notices, source))
+    return Explorer(built, preprocessing, about, names, source, records, tuple(notices))
 
 
 def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> Any:

@@ -11,21 +11,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from patchproof.models import load_checkpoint
-from patchproof.report import _conclude, _content, _plots
-from patchproof.report._compare import (
-    MADE,
-    TracedRun,
-    class_comparison_table,
-    comparison_table,
-    concise,
-    mixed_notices,
-    paper_table,
-    runs_table,
-    trace,
-)
+from patchproof.report import _compare, _conclude, _content, _paired, _plots
 from patchproof.report._figures import Picture
-from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, witness, worst_masks
-from patchproof.report._paired import Comparison, compare, why_not_paired
+from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, worst_masks
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
 from patchproof.runs import (
     Rate,
@@ -57,6 +45,12 @@ WITNESS = (
 )
 INTERVALS = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
 ALONE = "The images as the network sees them, evenly spaced from the narrowest margin to the widest."
+MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
+TWO_MASK_MARGIN = (
+    "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
+    "pair makes the classifier answer another label."
+)
+EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
 BOUNDS = (
     "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
     "robust accuracy is between them. A patch that was not found proves nothing."
@@ -103,6 +97,8 @@ class Section:
     wide: bool = False
     lists: Sequence[tuple[str, Sequence[str]]] = ()
     """Headings with their points."""
+    shown: bool = True
+    """Whether it is on the page; if not, its tables are files all the same."""
 
     @property
     def beside(self) -> bool:
@@ -187,9 +183,9 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     if not folders:
         raise InputError("name at least one run folder")
     certified, trained = read_runs(folders)
-    traced = trace(certified, trained)
+    traced = _compare.trace(certified, trained)
     several = len(traced) > 1
-    notices = [Notice("", text) for text in mixed_notices(traced)]
+    notices = [Notice("", text) for text in _compare.mixed_notices(traced)]
     notices += [Notice(run.name, text) for run in certified for text in _content.attack_notices(run)]
     every: list[StoredRun] = [*certified, *trained]
     notices += [Notice(run.name, text) for run in every for text in run.notices]
@@ -197,72 +193,62 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         if one.doubt and (several or one.strategy):
             notices.append(Notice(one.run.name, one.doubt))
     if several:
-        sections, complete, conclusion = _side_by_side(traced, chosen.baseline)
+        sections, conclusion = _side_by_side(traced, chosen.baseline)
         tiles: list[tuple[str, str, Rate]] = []
     else:
         sections = [section for one in traced for section in _details(one, chosen)]
-        complete = [table(run) for run in certified for table in (_content.accuracy_table, _content.class_table)]
-        complete += [_content.attack_table([run]) for run in certified if run.attacks]
-        complete += [_conclude.failures_table(run) for run in certified if _conclude.not_certified(run)]
         tiles = [(name, _content.meanings(run)[name], rate) for run in certified for name, rate in run.rates.items()]
         conclusion = _conclude.conclude_one(traced[0]) if traced else _conclude.conclude_training(trained)
-    sections += _training(trained)
-    title, subtitle = _titles(certified, trained)
     lists = [("Verdict", conclusion.verdict), ("Next steps", conclusion.steps)]
     lists += [("What the guarantee excludes", conclusion.excludes)]
-    sections.append(Section("conclusion", "Conclusion", lists=[(head, points) for head, points in lists if points]))
-    # Each table once; those that the page shows in part are files with all rows and columns.
-    tables = {table.key: table for section in sections for table in section.tables}
-    tables |= {table.key: table for table in complete}
-    shown = [s for s in sections if s.pictures or s.tables or s.gallery or s.lists]
-    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, list(tables.values()), conclusion)
+    points = [(head, points) for head, points in lists if points]
+    sections += [*_training(trained), Section("conclusion", "Conclusion", lists=points)]
+    title, subtitle = _titles(certified, trained)
+    tables = [table.whole or table for section in sections for table in section.tables if table.rows]
+    shown = [section for section in sections if section.shown]
+    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, tables, conclusion)
 
 
 def _side_by_side(
-    traced: Sequence[TracedRun], baseline: Path | None
-) -> tuple[list[Section], list[Table], _conclude.Conclusion]:
-    """Certifications paired with the baseline; the sections, the tables of which these show only a part, and what
-    follows."""
+    traced: Sequence[_compare.TracedRun], baseline: Path | None
+) -> tuple[list[Section], _conclude.Conclusion]:
+    """Certifications paired with the baseline, and what follows."""
     base = traced[0]
     if baseline is not None:
         same = [one for one in traced if one.run.folder.resolve() == baseline.resolve()]
         if not same:
             raise InputError(f"baseline must be one of the certifications in the report, not {baseline}")
         base = same[0]
-    comparisons, unpaired = list[Comparison](), dict[str, str]()
-    for one in traced:
-        reason = None if one is base else why_not_paired(base.run, one.run)
-        if reason is not None:
-            unpaired[one.run.name] = reason
-        elif one is not base:
-            comparisons.append(compare(base.run, one.run))
-    strategies, runs, paired = paper_table(traced), runs_table(traced), list[Section]()
-    complete, pictures = [strategies, runs], _plots.comparison_pictures(traced)
+    others = [one.run for one in traced if one is not base]
+    unpaired = {run.name: reason for run in others if (reason := _paired.why_not_paired(base.run, run)) is not None}
+    comparisons = _paired.compare(base.run, *(run for run in others if run.name not in unpaired))
+    paired, pictures = list[Section](), _plots.comparison_pictures(traced)
     if comparisons:
-        names = [name for name in base.run.rates if any(name in c.accuracies for c in comparisons)][::-1]
-        every, classes = comparison_table(comparisons, names), class_comparison_table(comparisons)
-        complete += [every, classes]
-        several = len(comparisons) > 1
-        shown = concise(comparison_table(comparisons, ["certified"]), ["accuracy"]) if several else every
-        few = _content.first_rows(classes, SHOWN_FAILURES if several else SHOWN_CLASSES, "smallest p")
-        pictures = [*([_plots.paired_picture(comparisons)] if several else []), *pictures]
-        paired.append(Section("paired", every.title, (), pictures, [shown]))
-        by_class = _plots.paired_class_pictures(comparisons)
-        if len(comparisons[0].classes) > 1 and _conclude.enough_per_class(base.run):
-            paired.append(Section("paired-classes", "By class, on the same images", (), by_class, [few]))
+        shown = every = _compare.comparison_table(comparisons, [*base.run.rates][::-1])
+        drawn, few = _plots.paired_pictures(comparisons), SHOWN_CLASSES
+        if len(comparisons) > 1:  # then the figure is about the runs, else about the classes
+            certified = _compare.concise(_compare.comparison_table(comparisons, ["certified"]), ["accuracy"])
+            shown, few = replace(certified, whole=every), SHOWN_FAILURES
+            pictures, drawn = [*drawn, *pictures], []
+        classes = [_compare.class_comparison_table(comparisons).first(few, "smallest p")]
+        enough = len(comparisons[0].classes) > 1 and _content.enough_per_class(base.run)
+        paired = [
+            Section("paired", every.title, (), pictures, [shown]),
+            Section("paired-classes", "By class, on the same images", (), drawn, classes, shown=enough),
+        ]
     elif pictures:
         paired.append(Section("figures", "What changes certified accuracy", (), pictures))
     # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
     repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
-    elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
+    elsewhere = [*_compare.MADE, *([] if repeated else ["defended", "certified"])]
     elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
     sections = [
-        *([] if repeated else [Section("comparison", "Strategies", tables=[strategies])]),
+        Section("comparison", "Strategies", tables=[_compare.paper_table(traced)], shown=not repeated),
         *paired,
         *_attacked([one.run for one in traced]),
-        Section("runs", "The runs", tables=[concise(runs, elsewhere)]),
+        Section("runs", "The runs", tables=[_compare.concise(_compare.runs_table(traced), elsewhere)]),
     ]
-    return sections, complete, _conclude.conclude_several(traced, base, comparisons, unpaired)
+    return sections, _conclude.conclude_several(traced, base, comparisons, unpaired)
 
 
 def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]) -> tuple[str, str]:
@@ -277,31 +263,34 @@ def _titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTr
     return f"{len(certified)} certifications side by side", more
 
 
-def _details(one: TracedRun, options: Options) -> list[Section]:
+def _details(one: _compare.TracedRun, options: Options) -> list[Section]:
     """One certification in depth."""
     run = one.run
+    # On the page the accuracies stand in large type.
+    accuracies = Section("accuracies", "Accuracies", tables=[_content.accuracy_table(run)], shown=False)
     settings = Section("settings", "Made with", tables=[_content.settings_table(run, one.strategy)])
     if not run.good:
-        return [settings]
+        return [accuracies, settings]
     source = find_images(run, options.dataset, options.data_dir)
     if isinstance(source, str):
         fallen, gallery = None, Gallery(notice=source)
     else:
         fallen, gallery = attacked_gallery(run, source, options.images), make_gallery(run, source, options.images)
-    seen = any(witness(run, record)[0] for record in run.good)
+    seen = any(_content.witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
     classes = _content.ends(_content.class_table(run), SHOWN_CLASSES)
-    failures = _content.first_rows(_conclude.failures_table(run), SHOWN_FAILURES, "lowest certified accuracy")
-    by_class = _conclude.enough_per_class(run)
-    failed = bool(failures.rows) and by_class
+    failures = _content.failures_table(run).first(SHOWN_FAILURES, "lowest certified accuracy")
+    enough, fails = _content.enough_per_class(run), _plots.failing_masks_pictures(run)
+    margin_words = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN, *([] if run.exhaustive else [EARLY])]
     unit, histograms = _content.margin_unit(run), _plots.histogram_pictures
     margins = histograms(run, "margins", "Margins", unit, lambda record: record.margin)
     passes = histograms(run, "cost", "Passes per image", "passes per image", lambda record: float(record.forwards))
     return [
+        accuracies,
         *_attacked([run], fallen),
-        *([Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes])] if by_class else []),
-        *([Section("failures", failures.title, (), _plots.failing_masks_pictures(run), [failures])] if failed else []),
-        Section("margins", "Margins", _content.margin_words(run), margins, [_content.margin_table(run)]),
+        Section("classes", "By class", [INTERVALS], [_plots.class_picture(run)], [classes], shown=enough),
+        Section("failures", failures.title, (), fails, [failures], shown=enough and bool(failures.rows)),
+        Section("margins", "Margins", margin_words, margins, [_content.margin_table(run)]),
         Section("cost", "Cost", (), passes, [_content.cost_table(run)]),
         Section("gallery", title, [words], gallery=gallery),
         settings,
@@ -319,7 +308,7 @@ def _attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = Non
         words += [PATCHED, LOST] if blank else [PATCHED]
     table = _content.attack_table(chosen)
     if len(runs) == 1:  # the other rates stand above in large type
-        table = replace(table, rows=[row for row in table.rows if row[0] not in runs[0].rates])
+        table = replace(table, rows=[row for row in table.rows if row[0] not in runs[0].rates], whole=table)
     return [Section("attacked", "Under attack", words, [_plots.bounds_picture(chosen)], [table], gallery)]
 
 

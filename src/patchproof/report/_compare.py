@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, recipes
 from patchproof.report._content import guarantee_note, split_words
-from patchproof.report._paired import Comparison, holm
+from patchproof.report._paired import Comparison, Paired, holm
 from patchproof.report._tables import Cell, Column, Table, cell_text, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
 from patchproof.runs._reading import find_weights, printable, shortened
@@ -71,18 +71,14 @@ class TracedRun:
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
     """For each run the training whose checkpoint has its weights, else the one that its settings name."""
-    known: dict[Path, tuple[StoredTraining | None, str | None]] = {}
-    firsts: dict[str, str] = {}
-    found = []
+    trained, firsts, found = cache(_trained), dict[str, str](), []
     for run in runs:
         first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
         weights = f" `{printable(run.weights)}`" if run.weights else ""
         doubt = f"no training is known for its weights{weights}; it goes by a folder's name"
         traced = TracedRun(run, first, doubt=doubt)
         for checkpoint, named in find_weights(run, trainings):
-            if checkpoint not in known:
-                known[checkpoint] = _trained(checkpoint)
-            training, sha256 = known[checkpoint]
+            training, sha256 = trained(checkpoint)
             if training is None:
                 continue
             if sha256 == run.weights_sha256 is not None:
@@ -155,36 +151,41 @@ def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
-    heads = ("run", "strategy", *COMMON, *ACCURACIES, "passes per image", "seconds", *MADE)
-    rows: list[tuple[Cell, ...]] = []
+    rows = []
     for one in traced:
-        run = one.run
-        facts = (run.dataset, split_words(run), run.architecture, run.defense, run.guarantee)
-        sizes = (run.masks_words, run.patch_words, one.certified.n)
-        made = (_known(run.manifest.get("date")), _known(run.manifest.get("commit")), run.weights_sha256)
-        passes = sum(record.forwards for record in run.good) / len(run.good) if run.good else None
-        found = (run.rates.get(name) for name in ACCURACIES)
-        rows.append((run.name, one.label, *facts, *sizes, *found, passes, run.seconds, *made))
-    return Table("runs", "The runs", [Column(head) for head in heads], rows, _notes(traced))
-
-
-def _known(value: object) -> str | None:
-    return None if value is None else printable(str(value))
+        run, made = one.run, [one.run.manifest.get(name) for name in ("date", "commit")]
+        row: dict[str, Cell] = {
+            "run": run.name,
+            "strategy": one.label,
+            "data set": run.dataset,
+            "split": split_words(run),
+            "architecture": run.architecture,
+            "defence": run.defense,
+            "guarantee": run.guarantee,
+            "masks": run.masks_words,
+            "patch": run.patch_words,
+            "images": one.certified.n,
+        }
+        row |= {name: run.rates.get(name) for name in ACCURACIES}
+        row["passes per image"] = sum(r.forwards for r in run.good) / len(run.good) if run.good else None
+        row["seconds"] = run.seconds
+        stamps = [*(None if value is None else printable(str(value)) for value in made), run.weights_sha256]
+        rows.append(row | dict(zip(MADE, stamps, strict=True)))
+    return Table.of("runs", "The runs", rows, _notes(traced))
 
 
 def concise(table: Table, elsewhere: Sequence[str] = ()) -> Table:
     """Without the columns that are the same in every row, which become one note, and those shown `elsewhere`."""
-    kept = [i for i, column in enumerate(table.columns) if column.name not in elsewhere]
-    rows = [tuple(row[i] for i in kept) for row in table.rows]
-    table = Table(table.key, table.title, [table.columns[i] for i in kept], rows, table.notes)
-    same = [i for i, c in enumerate(table.columns) if c.name in COMMON and len({row[i] for row in table.rows}) == 1]
+    table = table.without(elsewhere)
+    same = {
+        column.name: cell_text(table.rows[0][i])
+        for i, column in enumerate(table.columns)
+        if column.name in COMMON and len({row[i] for row in table.rows}) == 1
+    }
     if len(table.rows) < 2 or not same:
         return table
-    said = ", ".join(f"{table.columns[i].name} {cell_text(table.rows[0][i])}" for i in same)
-    kept = [i for i in range(len(table.columns)) if i not in same]
-    rows = [tuple(row[i] for i in kept) for row in table.rows]
-    notes = (f"The same for all: {said}.", *table.notes)
-    return Table(table.key, table.title, [table.columns[i] for i in kept], rows, notes)
+    said = ", ".join(f"{name} {text}" for name, text in same.items())
+    return replace(table.without(same), notes=(f"The same for all: {said}.", *table.notes))
 
 
 def paper_table(traced: Sequence[TracedRun]) -> Table:
@@ -193,32 +194,26 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
     A second run of the same strategy in the same setting goes to a second row.
     """
     named = len({one.defense_words for one in traced}) > 1
-    settings: dict[str, list[TracedRun]] = {}
-    cells: dict[tuple[tuple[str, int], str], TracedRun] = {}
+    found: dict[tuple[str, int], dict[Column, Cell]] = {}
+    known: dict[Column, bool] = {}
     for one in traced:
-        facts = [one.run.dataset, one.run.architecture, one.run.masks_words, one.run.patch_words]
-        setting = " · ".join([*facts[:2], *([one.defense_words] if named else []), *facts[2:]])
-        settings.setdefault(setting, []).append(one)
+        run, defense = one.run, [one.defense_words] if named else []
+        setting = " · ".join([run.dataset, run.architecture, *defense, run.masks_words, run.patch_words])
+        cells: dict[Column, Cell] = {}
+        for name in ("defended", "certified"):
+            cells[Column(name, setting)] = run.rates[name]
+            cells[Column(f"{name}, paper", setting)] = paper_words(one.paper, name)
         number = 1
-        while ((one.label, number), setting) in cells:
+        while not cells.keys().isdisjoint(found.setdefault((one.label, number), {})):
             number += 1
-        cells[(one.label, number), setting] = one
-    columns: list[tuple[Column, Callable[[TracedRun], Cell]]] = []
-    for setting, runs in settings.items():
-        columns.append((Column("defended", setting), lambda one: one.run.rates["defended"]))
-        if any(number.defended is not None for one in runs for number in one.paper):
-            columns.append((Column("defended, paper", setting), lambda one: paper_words(one.paper, "defended")))
-        columns.append((Column("certified", setting), lambda one: one.certified))
-        if any(one.paper for one in runs):
-            columns.append((Column("certified, paper", setting), lambda one: paper_words(one.paper, "certified")))
-    rows: list[tuple[Cell, ...]] = []
-    for label, number in sorted({row for row, _ in cells}, key=lambda row: (*strategy_order(row[0]), row[1])):
-        found = [(cells.get(((label, number), column.group)), pick) for column, pick in columns]
+        found[one.label, number] |= cells
+        known |= {column: known.get(column, False) or cell is not None for column, cell in cells.items()}
+    columns, rows = [column for column, some in known.items() if some], list[tuple[Cell, ...]]()
+    for label, number in sorted(found, key=lambda row: (*strategy_order(row[0]), row[1])):
         name = label if number == 1 else f"{label} (run {number})"
-        rows.append((name, *(None if one is None else pick(one) for one, pick in found)))
+        rows.append((name, *map(found[label, number].get, columns)))
     notes = (*_notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
-    heads = [Column("strategy"), *(column for column, _ in columns)]
-    return Table("comparison", "Defended and certified accuracy", heads, rows, notes)
+    return Table("comparison", "Defended and certified accuracy", [Column("strategy"), *columns], rows, notes)
 
 
 def strategy_order(label: str) -> tuple[int, str]:
@@ -235,41 +230,38 @@ def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
 
 def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) -> Table:
     """One row per run and accuracy: the images on which it differs from the baseline, and what follows."""
-    base, rows, border = comparisons[0].base.name, list[tuple[Cell, ...]](), False
-    for name in names:
-        found = [(c.run.name, c.accuracies[name]) for c in comparisons if name in c.accuracies]
-        adjusted = holm([paired.p for _, paired in found])
-        for (run, paired), p in zip(found, adjusted, strict=True):
-            border |= paired.disagrees(p)
-            rows.append((run, name, paired.n, paired.gained, paired.lost, paired, paired.p, p))
-    heads = ["run", "accuracy", "images", "gained", "lost", "difference in points", "McNemar p"]
-    columns = [*(Column(head, digits=3) for head in heads), Column("p, Holm", digits=3)]
+    base, several = comparisons[0].base.name, len(comparisons) > 1
+    tested = [(c, name) for name in names for c in comparisons if name in c.accuracies]
+    rows: list[dict[str, Cell]] = [
+        {"run": c.run.name, "accuracy": name, **_paired_cells(c.accuracies[name], c.corrected[name])}
+        for c, name in tested
+    ]
     notes = [
         f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
         f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
+        *([BORDER] if any(c.accuracies[name].disagrees(c.corrected[name]) for c, name in tested) else []),
+        *([HOLM] if several else []),
     ]
-    if border:
-        notes.append(BORDER)
-    if len(comparisons) > 1:
-        return Table("paired", f"Against {base}", columns, rows, [*notes, HOLM])
-    columns, rows = columns[1:-1], [row[1:-1] for row in rows]
-    return Table("paired", f"{comparisons[0].run.name} against {base}", columns, rows, notes)
+    title = f"Against {base}" if several else f"{comparisons[0].run.name} against {base}"
+    return Table.of("paired", title, rows, notes, digits=3, leave_out=() if several else ("run", "p, Holm"))
 
 
 def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Certified accuracy of each class against the baseline, smallest p first."""
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[float, dict[str, Cell]]] = []
     for c in comparisons:
         adjusted = holm([paired.p for paired in c.classes.values()])
         for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
-            counts = paired.n, paired.gained, paired.lost
-            rows.append((c.base.class_name(label), c.run.name, *counts, paired, paired.p, p))
-    rows.sort(key=lambda row: float(str(row[-2])))
-    heads = ["class", "run", "images", "gained", "lost", "difference in points", "McNemar p", "p, Holm"]
-    columns = [Column(head, digits=3) for head in heads]
-    if len(comparisons) == 1:
-        columns, rows = [columns[0], *columns[2:]], [(row[0], *row[2:]) for row in rows]
-    return Table("paired-classes", f"Certified against {comparisons[0].base.name}, by class", columns, rows, [HOLM])
+            cells = {"class": c.base.class_name(label), "run": c.run.name, **_paired_cells(paired, p)}
+            rows.append((paired.p, cells))
+    ordered = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
+    title, alone = f"Certified against {comparisons[0].base.name}, by class", len(comparisons) == 1
+    return Table.of("paired-classes", title, ordered, [HOLM], digits=3, leave_out=("run",) if alone else ())
+
+
+def _paired_cells(paired: Paired, corrected: float) -> dict[str, Cell]:
+    counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
+    return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

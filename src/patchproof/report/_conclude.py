@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
 from patchproof.report._compare import BORDER, TracedRun
-from patchproof.report._content import GUARANTEES, MOST_CLASSES, attacked_rates, by_class
-from patchproof.report._gallery import witness_masks
-from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs, holm
-from patchproof.report._tables import Cell, Column, Table, interval_words, percent, points_interval
+from patchproof.report._content import (
+    GUARANTEES,
+    NAMED,
+    attacked_rates,
+    by_class,
+    enough_per_class,
+    mask_shares,
+    outcomes,
+)
+from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs
+from patchproof.report._tables import interval_words, percent, points_interval
 from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
 from patchproof.runs._reading import count_words
 
@@ -23,17 +29,13 @@ WIDE = 0.10
 FEW = 10
 """Images of a class below which nothing is said about the class."""
 
-FEW_PER_CLASS = 5
-"""With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
-
 MORE_MASKS = {1: 6, 2: 4}
 """Masks per axis that are recommended, by the number of patches."""
 
 STRONG = "greedy"
 GAP = 0.10
 MOST_STEPS = 5
-NAMED = 3
-"""Classes, runs or masks that a sentence names."""
+NOTHING = "There is no record yet, so there is nothing to conclude."
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,6 @@ def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     return found if images else found[:2]
 
 
-def not_certified(run: StoredCertification) -> list[Record]:
-    return [record for record in run.good if not record.certified]
-
-
 def mask_name(run: StoredCertification, number: int) -> str:
     """By number, as in the explorer, and where it lies in the grid."""
     if run.axes is None:
@@ -81,53 +79,12 @@ def mask_name(run: StoredCertification, number: int) -> str:
     return f"mask {number + 1} (row {row + 1} of {run.axes[0]}, column {column + 1} of {run.axes[1]})"
 
 
-def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int, Rate]:
-    """For each mask the share of these images whose deciding masks it is among, most often first."""
-    decided = [masks for record in records if (masks := witness_masks(run, record))]
-    found = Counter(number for masks in decided for number in masks)
-    return {number: Rate(k, len(decided)) for number, k in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
-
-
-def failures_table(run: StoredCertification) -> Table:
-    """Classes from the lowest certified accuracy up: why their images have no certificate, and under which masks."""
-    failed: dict[int, list[Record]] = {}
-    for record in not_certified(run):
-        failed.setdefault(record.label, []).append(record)
-    masked, found = run.masks is not None, by_class(run)
-    rows: list[dict[str, Cell]] = []
-    for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
-        records = failed[label]
-        answers = Counter(a for r in records if (a := _answer(r)) is not None and a != label).most_common(1)
-        answered = ", ".join(f"{run.class_name(answer)} ({count:,}×)" for answer, count in answers)
-        shares = list(mask_shares(run, records).items())[:NAMED]
-        masks = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares)
-        wrong = sum(r.undefended is False for r in records)
-        row: dict[str, Cell] = {"class": run.class_name(label), "not certified": len(records)}
-        row |= {"undefended wrong": wrong} if "undefended" in run.rates else {}
-        row |= {"masks": masks or None, "answered": answered or None} if masked else {}
-        rows.append(row)
-    notes = []
-    if "undefended" in run.rates:
-        notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
-    if masked:
-        which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
-        notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
-    columns = [Column(head) for head in rows[0]] if rows else []
-    return Table("failures", "Where certificates fail", columns, [tuple(row.values()) for row in rows], notes)
-
-
-def _answer(record: Record) -> int | None:
-    found = record.evidence.get("witness")
-    label = found.get("label") if isinstance(found, Mapping) else None
-    return label if type(label) is int else None
-
-
 def conclude_one(one: TracedRun) -> Conclusion:
     """About one certification or attack."""
     run, rate = one.run, one.certified
     if not rate.n:
-        return Conclusion(["There is no record yet, so there is nothing to conclude."], _unfinished(run))
-    low, high = rate.interval
+        return Conclusion([NOTHING], _unfinished(run))
+    width = rate.interval[1] - rate.interval[0]
     what = GUARANTEES[run.guarantee].replace("such patch", f"{'patch of ' * (run.patches == 1)}{run.patch_words}")
     verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
     if not rate.k:
@@ -136,8 +93,8 @@ def conclude_one(one: TracedRun) -> Conclusion:
     if broken:
         words = count_words(len(broken), "certificate was", "certificates were")
         verdict.insert(0, f"Do not rely on this defence: {words} broken by a patch.")
-    if high - low > WIDE:
-        verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * (high - low):.0f} points.")
+    if width > WIDE:
+        verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.")
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
         verdict.append(f"Clean accuracy: {_difference(clean, 'the defence', 'the classifier alone')}")
@@ -145,7 +102,23 @@ def conclude_one(one: TracedRun) -> Conclusion:
     if len(right) == 1 and len(by_class(run)) > 1 and rate.k >= FEW:
         name = run.class_name(right.pop())
         verdict.append(f"All certified images are of class {name}: a network that always answers so would do the same.")
-    verdict += _failures(run)
+    failed = outcomes(run)["not certified"]
+    if failed and "undefended" in run.rates:
+        words, wrong = count_words(len(failed), "image has", "images have"), _misclassified(failed)
+        why = f"{wrong:,} misclassified as they are, {len(failed) - wrong:,} classified right"
+        verdict.append(f"{words} no certificate: {why}.")
+    if failed and not enough_per_class(run):
+        each = f"{rate.n:,} images of {len(by_class(run)):,} classes are too few"
+        verdict.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
+    low = weak_classes(run)
+    if low:
+        named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in list(low.items())[:NAMED])
+        more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
+        verdict.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
+    shares = list(mask_shares(run, failed).items())[:NAMED]
+    if shares:
+        named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
+        verdict.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
     found = attacked_rates(run)
     if "attacked" in found:
         words = f"from {percent(found['certified'].rate)} (certified) to {percent(found['attacked'].rate)} (attacked)"
@@ -153,34 +126,9 @@ def conclude_one(one: TracedRun) -> Conclusion:
     return Conclusion(verdict, next_steps(one), excluded([run]))
 
 
-def _failures(run: StoredCertification) -> list[str]:
-    """Why images are not certified, which classes are clearly below the rest, and the masks that decide most often."""
-    failed, rate = not_certified(run), run.rates["certified"]
-    if not failed:
-        return []
-    wrong, found = sum(record.undefended is False for record in failed), []
-    if any(record.undefended is not None for record in failed):
-        words = count_words(len(failed), "image has", "images have")
-        rest = len(failed) - wrong
-        found.append(f"{words} no certificate: {wrong:,} misclassified as they are, {rest:,} classified right.")
-    low, classes = weak_classes(run), len(by_class(run))
-    if not enough_per_class(run):
-        each = f"{rate.n:,} images of {classes:,} classes are too few"
-        found.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
-    if low:
-        named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in list(low.items())[:NAMED])
-        more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
-        found.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
-    shares = list(mask_shares(run, failed).items())[:NAMED]
-    if shares:
-        named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
-        found.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
-    return found
-
-
-def enough_per_class(run: StoredCertification) -> bool:
-    classes = len(by_class(run))
-    return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
+def _misclassified(records: Sequence[Record]) -> int:
+    """How many of them the classifier alone gets wrong."""
+    return sum(record.undefended is False for record in records)
 
 
 def weak_classes(run: StoredCertification) -> dict[int, Rate]:
@@ -199,7 +147,8 @@ def _unfinished(run: StoredCertification) -> list[str]:
 def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
     """What a person can do about this run, most urgent first; `tried` are the strategies that it is compared with."""
     run, rate, steps = one.run, one.certified, _unfinished(one.run)
-    failed = not_certified(run)
+    failed, alone = outcomes(run)["not certified"], run.rates.get("undefended")
+    wrong = _misclassified(failed)
     if any(record.broken for record in run.attacks):
         steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
                      "and preprocessing are those of the run.")  # fmt: skip
@@ -212,13 +161,17 @@ def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
         else:
             more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
             steps.append(f"{more}: {goal} takes about {wanted:,}, and {room}.")
-    wrong = sum(record.undefended is False for record in failed)
-    alone = run.rates.get("undefended")
     unfit = None if alone is None else needs_training(run.defense, alone.rate, run.rates["defended"].rate)
     if unfit is not None:
         steps.append(f"{unfit}.")
     elif len(failed) > wrong and alone is not None:
-        steps += _more_masks(run) + _training(one.strategy, tried)
+        steps += _more_masks(run)
+        strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
+        instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
+        if strong:
+            steps.append(f"Train longer, with more images or a larger network: masks of {strong[0]} are used already.")
+        else:
+            steps.append(f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks.")
     if failed and 3 * wrong >= len(failed):
         steps.append(
             f"Improve the classifier itself: {wrong:,} of {len(failed):,} images without a certificate are "
@@ -251,49 +204,43 @@ def _more_masks(run: StoredCertification) -> list[str]:
     return [f"Try {size} masks: each hides {size_words(then)} pixels instead of {size_words(now)}, for {passes}."]
 
 
-def _training(strategy: str | None, tried: Collection[str]) -> list[str]:
-    strong = [name for name in (strategy or "", *tried) if name.startswith(STRONG)]
-    if strong:
-        return [f"Train longer, with more images or a larger network: masks of {strong[0]} are used already."]
-    instead = ", unless these weights were" if strategy is None else f" instead of {strategy}"
-    return [f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."]
-
-
 def conclude_several(
     traced: Sequence[TracedRun], base: TracedRun, comparisons: Sequence[Comparison], unpaired: Mapping[str, str]
 ) -> Conclusion:
     """About runs beside each other: which differ clearly from the baseline, and what would settle the others."""
     known = [one for one in traced if one.certified.n]
     if not known:
-        return Conclusion(["There is no record yet, so there is nothing to conclude."])
+        return Conclusion([NOTHING])
     verdict, steps = [], [step for one in traced for step in _unfinished(one.run)][:1]
-    adjusted = dict(zip((c.run.name for c in comparisons), holm([c.certified.p for c in comparisons]), strict=True))
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
     many = len(ordered) > 1
-    ps = holm([c.accuracies["defended"].p for c in comparisons])
-    clean = {c.run.name: p for c, p in zip(comparisons, ps, strict=True) if p < LEVEL}
+    clear = [c for c in ordered if c.corrected["certified"] < LEVEL]
+    clean = [c for c in ordered if c.corrected["defended"] < LEVEL]
+
+    def against(c: Comparison, name: str) -> str:
+        return _difference(c.accuracies[name], c.run.name, base.run.name, c.corrected[name], holm_test=many)
+
     for c in ordered[:NAMED]:
-        words = _difference(c.certified, c.run.name, base.run.name, adjusted[c.run.name], holm_test=many)
-        verdict.append(f"Certified: {words}{_overlap(c) if adjusted[c.run.name] < LEVEL else ''}")
-        if c.run.name in clean:
-            paired, p = c.accuracies["defended"], clean[c.run.name]
-            words = _difference(paired, c.run.name, base.run.name, p, holm_test=many)
-            verdict.append(f"Defended, on clean images: {words}")
+        words = against(c, "certified")
+        first, second = (run.rates["certified"].interval for run in (c.base, c.run))
+        if c in clear and first[0] <= second[1] and second[0] <= first[1]:
+            words += " Their separate intervals overlap; on the same images the paired difference counts."
+        verdict.append(f"Certified: {words}")
+        if c in clean:
+            verdict.append(f"Defended, on clean images: {against(c, 'defended')}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
     if many:
-        first, second = (c.run for c in ordered[:2])
-        words = _difference(compare(second, first).certified, first.name, second.name)
+        best, next_best = (c.run for c in ordered[:2])
+        words = _difference(compare(next_best, best)[0].certified, best.name, next_best.name)
         verdict.append(f"Certified, the two best: {words}")
-    clear = [c for c in ordered if adjusted[c.run.name] < LEVEL]
     better = [c for c in clear if c.certified.difference > 0]
     if better:
         verdict.insert(0, f"Best against the baseline {base.run.name}: {better[0].run.name}.")
         steps.append(f"Go on with {better[0].run.name}.")
     elif ordered:
         verdict.insert(0, f"No run certifies clearly more images than the baseline {base.run.name}.")
-        equal = [c for c in ordered if c not in clear and c.run.name in clean]
-        above = [c.run.name for c in equal if c.accuracies["defended"].difference > 0]
+        above = [c.run.name for c in clean if c not in clear and c.accuracies["defended"].difference > 0]
         why = "clearly better on clean images, no clear difference in certificates"
         steps.append(
             f"Go on with {above[0]}: {why}." if above else f"Keep {base.run.name} until a difference is clear."
@@ -310,10 +257,10 @@ def conclude_several(
         verdict.append(f"{name} is not compared with {base.run.name}: {reason}.")
     if any("other images" in reason for reason in unpaired.values()):
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
-    best = max(known, key=lambda one: (one.certified.rate, one.run.name == base.run.name))
     if not unpaired:
+        leader = max(known, key=lambda one: (one.certified.rate, one.run.name == base.run.name))
         tried = {one.strategy or "" for one in traced}
-        steps += [step for step in next_steps(best, tried) if step not in steps]
+        steps += [step for step in next_steps(leader, tried) if step not in steps]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 
@@ -328,12 +275,6 @@ def _difference(paired: Paired, name: str, base: str, p: float | None = None, *,
         return f"no clear difference between {name} and {base} ({points}, {facts}).{border}"
     where = "above" if paired.difference > 0 else "below"
     return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts}).{border}"
-
-
-def _overlap(c: Comparison) -> str:
-    first, second = c.base.rates["certified"], c.run.rates["certified"]
-    apart = first.interval[1] < second.interval[0] or second.interval[1] < first.interval[0]
-    return "" if apart else " Their separate intervals overlap; on the same images the paired difference counts."
 
 
 def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:

@@ -1,13 +1,15 @@
-"""What a report says about single runs: tables, and the words around them."""
+"""What is counted from the records of single runs, the tables of it, and the words around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from patchproof.geometry import size_words
-from patchproof.report._tables import Cell, Column, Table, duration
+from patchproof.report._tables import Cell, Table, duration
 from patchproof.runs import ATTACK_ACCURACIES, Rate, Record, StoredCertification, StoredTraining, Tally, rates
 from patchproof.runs._reading import count_words, printable, shortened
 
@@ -15,14 +17,14 @@ GUARANTEES = {
     "recovery": "the right label under any such patch",
     "detection": "the right label or an alarm under any such patch",
 }
-MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
-TWO_MASK_MARGIN = (
-    "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
-    "pair makes the classifier answer another label."
-)
-EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
 MOST_CLASSES = 40
 """With more classes, the figure shows the distribution instead."""
+
+FEW_PER_CLASS = 5
+"""With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
+
+NAMED = 3
+"""Classes, runs or masks that a sentence names."""
 
 ATTACK_NAMES = {
     "undefended": "undefended",
@@ -54,15 +56,9 @@ def meanings(run: StoredCertification) -> dict[str, str]:
     }
 
 
-def margin_words(run: StoredCertification) -> tuple[str, ...]:
-    words = TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN
-    return (words,) if run.exhaustive else (words, EARLY)
-
-
-def accuracy_table(run: StoredCertification) -> Table:
-    columns = [Column(head) for head in ("accuracy", "images", "rate (95% interval)", "of what")]
-    rows = [(name, f"{r.k:,} of {r.n:,}", r, meanings(run)[name]) for name, r in run.rates.items()]
-    return Table("accuracies", "Accuracies", columns, rows)
+def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
+    good = run.good
+    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
 
 
 def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
@@ -73,15 +69,47 @@ def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
     return {label: rates(found[label]) for label in sorted(found)}
 
 
+def enough_per_class(run: StoredCertification) -> bool:
+    classes = len(by_class(run))
+    return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
+
+
+def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
+    """The numbers of the masks that decided, each once, and of unions those of their parts; and the label under them.
+    None where the record has no witness that fits the run."""
+    found = record.evidence.get("witness")
+    masks = found.get("masks") if isinstance(found, Mapping) else None
+    if run.masks is None or not isinstance(found, Mapping) or not isinstance(masks, list):
+        return (), None
+    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
+        return (), None
+    rects, label = (rect for number in masks for rect in run.masks.parts[number]), found.get("label")
+    return tuple(dict.fromkeys(map(run.masks.blocks.index, rects))), label if type(label) is int else None
+
+
+def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int, Rate]:
+    """For each mask the share of these images whose deciding masks it is among, most often first."""
+    decided = [masks for record in records if (masks := witness(run, record)[0])]
+    found = Counter(number for masks in decided for number in masks)
+    return {number: Rate(k, len(decided)) for number, k in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
+
+
+def accuracy_table(run: StoredCertification) -> Table:
+    about = meanings(run)
+    rows: list[dict[str, Cell]] = [
+        {"accuracy": name, "images": f"{r.k:,} of {r.n:,}", "rate (95% interval)": r, "of what": about[name]}
+        for name, r in run.rates.items()
+    ]
+    return Table.of("accuracies", "Accuracies", rows)
+
+
 def class_table(run: StoredCertification) -> Table:
-    names = list(run.rates)[::-1]
-    rows: list[tuple[Cell, ...]] = []
+    rows = []
     for label, found in by_class(run).items():
-        rows.append((run.class_name(label), found["certified"].n, *(found[name] for name in names)))
+        row: dict[str, Cell] = {"class": run.class_name(label), "images": found["certified"].n}
+        rows.append(row | {name: found[name] for name in reversed(run.rates)})
     note = f"With exact 95% intervals; {guarantee_note([run])}"
-    return Table(
-        "classes", "Accuracies by class", [Column(head) for head in ("class", "images", *names)], rows, (note,)
-    )
+    return Table.of("classes", "Accuracies by class", rows, (note,))
 
 
 def ends(table: Table, count: int) -> Table:
@@ -90,21 +118,34 @@ def ends(table: Table, count: int) -> Table:
         return table
     ordered = sorted(table.rows, key=lambda row: next(cell.rate for cell in row if isinstance(cell, Rate)))
     note = f"The {count} lowest and the {count} highest of {len(table.rows):,} classes; tables/{table.key}.csv has all."
-    rows = (*ordered[:count], *ordered[-count:])
-    return Table(table.key, table.title, table.columns, rows, (*table.notes, note))
+    return replace(table, rows=(*ordered[:count], *ordered[-count:]), notes=(*table.notes, note), whole=table)
 
 
-def first_rows(table: Table, count: int, which: str) -> Table:
-    """The first rows alone, if there are more; the note says by what they were chosen."""
-    if len(table.rows) <= count:
-        return table
-    note = f"The {count} of {len(table.rows):,} with the {which}; tables/{table.key}.csv has all."
-    return Table(table.key, table.title, table.columns, table.rows[:count], (*table.notes, note))
-
-
-def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
-    good = run.good
-    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
+def failures_table(run: StoredCertification) -> Table:
+    """Classes from the lowest certified accuracy up: why their images have no certificate, and under which masks."""
+    failed: dict[int, list[Record]] = {}
+    for record in outcomes(run)["not certified"]:
+        failed.setdefault(record.label, []).append(record)
+    alone, masked, found = "undefended" in run.rates, run.masks is not None, by_class(run)
+    rows = []
+    for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
+        records = failed[label]
+        row: dict[str, Cell] = {"class": run.class_name(label), "not certified": len(records)}
+        if alone:
+            row["undefended wrong"] = sum(record.undefended is False for record in records)
+        if masked:
+            shares = list(mask_shares(run, records).items())[:NAMED]
+            row["masks"] = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares) or None
+            wrong = Counter(a for r in records if (a := witness(run, r)[1]) is not None and a != label)
+            row["answered"] = next((f"{run.class_name(a)} ({k:,}×)" for a, k in wrong.most_common(1)), None)
+        rows.append(row)
+    notes = []
+    if alone:
+        notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
+    if masked:
+        which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
+        notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
+    return Table.of("failures", "Where certificates fail", rows, notes)
 
 
 def margin_unit(run: StoredCertification) -> str:
@@ -113,35 +154,33 @@ def margin_unit(run: StoredCertification) -> str:
 
 
 def margin_table(run: StoredCertification) -> Table:
-    heads = ("smallest", "5%", "median", "95%", "largest")
-    columns = (Column(margin_unit(run)), Column("images"), *(Column(head, digits=3) for head in heads))
-    rows: list[tuple[Cell, ...]] = []
+    heads, rows = {"smallest": 0, "5%": 5, "median": 50, "95%": 95, "largest": 100}, []
     for words, records in outcomes(run).items():
         values = [r.margin for r in records if r.margin is not None]
-        found = np.percentile(values, [0, 5, 50, 95, 100]).tolist() if values else [None] * 5
-        rows.append((words, len(values), *found))
+        row: dict[str, Cell] = {margin_unit(run): words, "images": len(values)}
+        rows.append(row | {head: float(np.percentile(values, q)) if values else None for head, q in heads.items()})
     unknown = sum(record.margin is None for record in run.good)
     notes = (f"{unknown:,} images have no margin: it is not a finite number.",) if unknown else ()
-    return Table("margins", "Margins", columns, rows, notes)
+    return Table.of("margins", "Margins", rows, notes, digits=3)
 
 
 def cost_table(run: StoredCertification) -> Table:
     passes = [record.forwards for record in run.good]
     smallest, median, high, largest = np.percentile(passes, [0, 50, 95, 100]).tolist()
-    rows = [
-        ("passes, all images", f"{sum(passes):,}"),
-        ("passes per image, mean", f"{sum(passes) / len(passes):,.1f}"),
-        ("median", f"{median:,.0f}"),
-        ("from, to", f"{smallest:,.0f} to {largest:,.0f}"),
-        ("95% of images take at most", f"{high:,.0f}"),
-    ]
+    facts = {
+        "passes, all images": f"{sum(passes):,}",
+        "passes per image, mean": f"{sum(passes) / len(passes):,.1f}",
+        "median": f"{median:,.0f}",
+        "from, to": f"{smallest:,.0f} to {largest:,.0f}",
+        "95% of images take at most": f"{high:,.0f}",
+    }
     if run.defense == "patchcleanser" and run.masks is not None:
-        rows.append(("different masked copies per image", f"{len(run.masks.unions):,}"))
+        facts["different masked copies per image"] = f"{len(run.masks.unions):,}"
     if run.seconds:
-        rows.append(("time", duration(run.seconds)))
         each = run.seconds / len(passes)
-        rows.append(("images per second", f"{1 / each:,.1f}") if each < 1 else ("time per image", duration(each)))
-    return Table("cost", "Cost", (Column("what"), Column("how much")), rows)
+        speed = {"images per second": f"{1 / each:,.1f}"} if each < 1 else {"time per image": duration(each)}
+        facts |= {"time": duration(run.seconds)} | speed
+    return Table.of("cost", "Cost", [{"what": what, "how much": value} for what, value in facts.items()])
 
 
 def split_words(run: StoredCertification) -> str:
@@ -170,8 +209,7 @@ def settings_table(run: StoredCertification, strategy: str | None) -> Table:
         "patchproof": str((run.manifest.get("versions") or {}).get("patchproof") or "not recorded"),
         "folder": str(run.folder),
     }
-    rows = [(what, printable(value)) for what, value in facts.items()]
-    return Table("settings", "Made with", (Column("what"), Column("value")), rows)
+    return Table.of("settings", "Made with", [{"what": what, "value": printable(v)} for what, v in facts.items()])
 
 
 def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
@@ -203,32 +241,39 @@ def attack_notices(run: StoredCertification) -> list[str]:
 
 def attack_table(runs: Sequence[StoredCertification]) -> Table:
     """Accuracies, broken certificates and cost; transposed where there is one run."""
-    heads = ("run", *ATTACK_NAMES.values(), "certified but broken", "attacked copies")
     notes, rows = [f"Rates with exact 95% intervals; {guarantee_note(runs)}"], []
     for run in runs:
         found, findings = attacked_rates(run), [r.attack for r in run.attacks if r.attack is not None]
-        passes, broken = sum(one.passes for one in findings), sum(record.broken for record in run.attacks)
-        rows.append((run.name, *(found.get(name) for name in ATTACK_NAMES), broken, passes))
+        row: dict[str, Cell] = {"run": run.name} | {words: found.get(name) for name, words in ATTACK_NAMES.items()}
+        row["certified but broken"] = sum(record.broken for record in run.attacks)
+        row["attacked copies"] = sum(one.passes for one in findings)
+        rows.append(row)
         tried = sum(one.attacked is not None for one in findings)
         if 0 < tried < len(findings):
             words = f"{tried:,} of {len(findings):,} images were attacked behind the defence"
             notes.append(f"{run.name}: {words}; the others count as clean.")
-    if len(rows) > 1:
-        return Table("attacked", "Under attack", [Column(head) for head in heads], rows, notes)
-    pairs = list(zip(heads[1:], rows[0][1:], strict=True))
-    return Table("attacked", "Under attack", (Column("what"), Column("images")), pairs, notes)
+    if len(rows) == 1:
+        rows = [{"what": what, "images": cell} for what, cell in rows[0].items() if what != "run"]
+    return Table.of("attacked", "Under attack", rows, notes)
 
 
 def training_table(runs: Sequence[StoredTraining]) -> Table:
-    heads = ("run", "strategy", "extra passes per image", "steps", "epochs", "seconds", "best epoch")
-    rows: list[tuple[Cell, ...]] = []
-    for run in runs:
-        best = run.best
-        found = (best.epoch, best.undefended, best.certified) if best else (None, None, None)
-        steps = run.losses[-1][0] if run.losses else 0
-        rows.append((run.name, run.strategy, run.search_passes, steps, len(run.epochs), run.seconds, *found))
+    rows: list[dict[str, Cell]] = [
+        {
+            "run": run.name,
+            "strategy": run.strategy,
+            "extra passes per image": run.search_passes,
+            "steps": run.losses[-1][0] if run.losses else 0,
+            "epochs": len(run.epochs),
+            "seconds": run.seconds,
+            "best epoch": run.best.epoch if run.best else None,
+            "undefended": run.best.undefended if run.best else None,
+            "certified": run.best.certified if run.best else None,
+        }
+        for run in runs
+    ]
     note = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
     chosen = "; ".join(f"{run.name}: {run.selected_on}" for run in runs if run.selected_on)
-    notes = (note, f"The best epoch is chosen on {chosen}.") if chosen else (note,)
-    columns = [Column(head) for head in (*heads, "undefended", "certified")]
-    return Table("training", "Training", columns, rows, notes)
+    return Table.of(
+        "training", "Training", rows, (note, f"The best epoch is chosen on {chosen}.") if chosen else (note,)
+    )

@@ -6,7 +6,6 @@ Colours are Okabe and Ito's without yellow; every series has its own marker and 
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 import textwrap
@@ -24,6 +23,7 @@ from matplotlib.font_manager import findfont, fontManager, get_font
 from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
+from patchproof.report._paired import Paired
 from patchproof.runs import Rate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -66,6 +66,9 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "patchproof",
     "text.parse_math": False,  # a class may be called $5
 }
+Dots = tuple[str, Sequence[Rate | Paired | None], bool]
+"""A series of points: its label, a rate or difference for each line, and whether the markers are hollow."""
+
 UNSTAMPED = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
 
 
@@ -155,14 +158,12 @@ def draw(
         return Picture(key, title, alt, figure)
 
 
-def errors(rates: Sequence[Rate]) -> list[list[float]]:
-    """How far the exact 95% intervals reach below and above the rates, in percentage points."""
-    below = [100 * max(0.0, rate.rate - rate.interval[0]) for rate in rates]
-    return [below, [100 * max(0.0, rate.interval[1] - rate.rate) for rate in rates]]
-
-
-def percents(rates: Sequence[Rate]) -> list[float]:
-    return [100 * rate.rate for rate in rates]
+def percents(found: Sequence[Rate | Paired]) -> tuple[list[float], list[list[float]]]:
+    """Rates, or differences, in percent; and how far their 95% intervals reach below and above."""
+    values = [one.rate if isinstance(one, Rate) else one.difference for one in found]
+    below = [100 * max(0.0, value - one.interval[0]) for value, one in zip(values, found, strict=True)]
+    above = [100 * max(0.0, one.interval[1] - value) for value, one in zip(values, found, strict=True)]
+    return [100 * value for value in values], [below, above]
 
 
 def series_style(number: int) -> dict[str, Any]:
@@ -188,18 +189,22 @@ def error_line(
     aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
     look = series_style(number) | ({} if joined else {"linestyle": "none"})
     look |= {"capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}
-    axes.errorbar(x, percents(rates), yerr=errors(rates), label=label, **look)
+    values, reach = percents(rates)
+    axes.errorbar(x, values, yerr=reach, label=label, **look)
     # Lines with a transform of their own are not counted when axes choose their limits.
     axes.update_datalim([(at, 100 * bound) for at, rate in zip(x, rates, strict=True) for bound in rate.interval])
     axes.autoscale_view()
 
 
-def error_bars(axes: Axes, edges: Sequence[float], rates: Sequence[Rate], *, label: str, number: int) -> None:
-    """Rates as full or hatched bars between consecutive edges, with their 95% intervals; none for nothing."""
-    bins = [(ends, rate) for ends, rate in zip(itertools.pairwise(edges), rates, strict=True) if rate.k]
-    middles, widths = [(left + right) / 2 for (left, right), _ in bins], [right - left for (left, right), _ in bins]
-    chosen = [rate for _, rate in bins]
-    face, hatch = FILLS[number]
-    look: dict[str, Any] = {"facecolor": face, "edgecolor": COLOURS[number], "hatch": hatch, "linewidth": 0.8}
-    axes.bar(middles, percents(chosen), width=widths, label=label, **look)
-    axes.errorbar(middles, percents(chosen), yerr=errors(chosen), fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+def dots(axes: Axes, names: Sequence[str], series: Sequence[Dots], *, step: float = 0.0) -> None:
+    """Rates, or differences, with their 95% intervals as points along horizontal lines, one line for each name; the
+    series are `step` apart."""
+    for number, (label, found, hollow) in enumerate(series):
+        aside = step * (number - (len(series) - 1) / 2)
+        known = [(place + aside, one) for place, one in enumerate(found) if one is not None]
+        values, reach = percents([one for _, one in known])
+        look: dict[str, Any] = {"color": COLOURS[number], "markerfacecolor": "none" if hollow else COLOURS[number]}
+        look |= {"fmt": MARKERS[number], "capsize": 2, "elinewidth": 1}
+        axes.errorbar(values, [place for place, _ in known], xerr=reach, label=label, **look)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)

@@ -22,7 +22,7 @@ from patchproof.data import ImageSource, iterate_batches, preprocess, spread_ind
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, network, occlude
 from patchproof.models import ImageClassifier, match_labels
-from patchproof.report._content import outcomes
+from patchproof.report._content import outcomes, witness
 from patchproof.report._figures import Picture, styled
 from patchproof.runs import Record, StoredCertification, preprocessing_for
 from patchproof.runs._reading import class_words, count_words, printable, shortened, shortened_name
@@ -61,15 +61,6 @@ class Card:
     """Whether `masked` shows the pixels of a patch."""
 
     @property
-    def right(self) -> bool:
-        return self.certified and self.answered == self.label
-
-    @property
-    def too_close(self) -> bool:
-        """The right label, but not far enough ahead to count."""
-        return not self.certified and self.answered == self.label
-
-    @property
     def pixelated(self) -> bool:
         return max(self.size) <= SMALL
 
@@ -83,14 +74,23 @@ class Gallery:
 
 
 def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
-    """`count` certified images and `count` others, evenly spaced in the order of their margins."""
+    """`count` certified images and `count` others, evenly spaced in the order of their margins, each beside its copy
+    under the masks that decided where these are known."""
     groups, missing = [], 0
     for title, records in outcomes(run).items():
-        ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
+        ordered, cards = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index)), []
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-        cards = [card for record in ordered if (card := _card(run, source, record)) is not None]
-        missing += len(ordered) - len(cards)
+        for record in ordered:
+            image = _image(run, source, record)
+            if image is None:
+                missing += 1
+                continue
+            card, (masks, answer) = _card(run, record, image), witness(run, record)
+            if masks and run.masks is not None:
+                rects, how = [run.masks.blocks[i] for i in masks], count_words(len(masks), "mask", "masks")
+                card = _beside(card, run, hidden(image, rects, run.fill), rects, f"under {how}", answer)
+            cards.append(card)
         groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
     return Gallery(groups, notice)
@@ -117,7 +117,7 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
     image = _image(run, source, record)
     if image is None or record.attack is None:
         return None
-    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name) or ({}, None)
+    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name)
     if name == "defended":  # of which the record itself speaks
         kept = {place: kept.get(place) for place in record.attack.places}
         label = record.attack.attacked_label
@@ -130,18 +130,36 @@ def _patched_card(run: StoredCertification, source: ImageSource, record: Record,
         if patch is not None and fits:
             shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
     patches, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
-    return replace(
-        _plain_card(run, record, image),
-        masked=data_uri(shown),
-        rects=tuple(rects),
-        how=f"with the {patches}" if fits else f"where the {patches} {were}",
-        answered=None if label is None else run.class_name(label),
-        patched=fits,
+    how = f"with the {patches}" if fits else f"where the {patches} {were}"
+    return replace(_beside(_card(run, record, image), run, shown, rects, how, label), patched=fits)
+
+
+def _card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
+    return Card(
+        title=printable(record.path),
+        label=run.class_name(record.label),
+        margin="–" if record.margin is None else f"{record.margin:+.3g}",
+        certified=bool(record.certified),
+        image=data_uri(image),
+        size=(int(image.shape[1]), int(image.shape[2])),
     )
 
 
-def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int] | None:
-    """Patches (c p q) by their place and the answer to them, as the attack left them; None where they are missing or
+def _beside(
+    card: Card,
+    run: StoredCertification,
+    copy: Float[Tensor, "c h w"],
+    rects: Sequence[Rect],
+    how: str,
+    label: int | None,
+) -> Card:
+    """The card with the copy that decided, framed, and the label under it."""
+    answered = None if label is None else run.class_name(label)
+    return replace(card, masked=data_uri(copy), rects=tuple(rects), how=how, answered=answered)
+
+
+def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int | None]:
+    """Patches (c p q) by their place and the answer to them, as the attack left them; none where they are missing or
     damaged."""
     try:
         found, patches = load_file(path), dict[tuple[int, ...], Tensor | None]()
@@ -149,11 +167,11 @@ def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | 
             if one in found or one == name:
                 patch, (top, left, height, width) = found[one], map(int, found[f"{one}_place"])
                 if not (patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())):
-                    return None
+                    return {}, None
                 patches[top, left, height, width] = patch.float()
         return patches, int(found[f"{name}_label"])
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
-        return None
+        return {}, None
 
 
 def _image(run: StoredCertification, source: ImageSource, record: Record) -> Float[Tensor, "c h w"] | None:
@@ -169,54 +187,6 @@ def _image(run: StoredCertification, source: ImageSource, record: Record) -> Flo
     return image if size == (run.image_size or size) and len(image) in (1, 3) else None
 
 
-def _plain_card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
-    return Card(
-        title=printable(record.path),
-        label=run.class_name(record.label),
-        margin="–" if record.margin is None else f"{record.margin:+.3g}",
-        certified=bool(record.certified),
-        image=data_uri(image),
-        size=(int(image.shape[1]), int(image.shape[2])),
-    )
-
-
-def _card(run: StoredCertification, source: ImageSource, record: Record) -> Card | None:
-    """The image, beside its copy under the masks that decided where these are known; None where it cannot be shown."""
-    image = _image(run, source, record)
-    if image is None:
-        return None
-    card, (rects, answer) = _plain_card(run, record, image), witness(run, record)
-    if not rects:
-        return card
-    how, answered = (
-        f"under {count_words(len(rects), 'mask', 'masks')}",
-        None if answer is None else run.class_name(answer),
-    )
-    return replace(card, masked=data_uri(hidden(image, rects, run.fill)), rects=rects, how=how, answered=answered)
-
-
-def witness(run: StoredCertification, record: Record) -> tuple[tuple[Rect, ...], int | None]:
-    """The masks of the record's witness, each once, and the label it answered."""
-    numbers, found = witness_masks(run, record), record.evidence.get("witness")
-    if run.masks is None or not numbers or not isinstance(found, Mapping):
-        return (), None
-    label = found.get("label")
-    return tuple(run.masks.blocks[number] for number in numbers), label if type(label) is int else None
-
-
-def witness_masks(run: StoredCertification, record: Record) -> tuple[int, ...]:
-    """The numbers of the masks that decided, each once, and of unions those of their parts; none where the record has
-    no witness that fits the run."""
-    found = record.evidence.get("witness")
-    masks = found.get("masks") if isinstance(found, Mapping) else None
-    if run.masks is None or not isinstance(masks, list):
-        return ()
-    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
-        return ()
-    parts = run.masks.parts
-    return tuple(dict.fromkeys(run.masks.blocks.index(rect) for number in masks for rect in parts[number]))
-
-
 def hidden(
     image: Float[Tensor, "c h w"], rects: Sequence[Rect], fill: Sequence[float] | None
 ) -> Float[Tensor, "c h w"]:
@@ -229,13 +199,9 @@ def hidden(
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
     """The image inside the page itself, in 8 bits."""
     picture, file = Image.fromarray(_bytes(image.expand(3, -1, -1))), io.BytesIO()
-    if max(picture.size) <= SMALL:
-        picture.save(file, "PNG", optimize=True)
-        kind = "png"
-    else:
-        picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
-        picture.save(file, "JPEG", quality=86, optimize=True)
-        kind = "jpeg"
+    kind = "png" if max(picture.size) <= SMALL else "jpeg"
+    picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    picture.save(file, kind, quality=86, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 

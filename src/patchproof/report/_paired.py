@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scipy.special import bdtr
 
-from patchproof.runs import Record, StoredCertification
+from patchproof.runs import StoredCertification
 
 Z = 1.959963984540054
 """Of a two-sided 95% interval."""
@@ -106,12 +106,16 @@ def holm(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run against the baseline: each accuracy, and certified accuracy by the baseline's labels, on common images."""
+    """A run against the baseline: each accuracy, and certified accuracy by the baseline's labels, on common images.
+
+    `corrected` are Holm's p-values of the accuracies, over all runs that are compared together.
+    """
 
     base: StoredCertification
     run: StoredCertification
     accuracies: Mapping[str, Paired]
     classes: Mapping[int, Paired]
+    corrected: dict[str, float] = field(default_factory=dict)
 
     @property
     def certified(self) -> Paired:
@@ -131,16 +135,20 @@ def why_not_paired(base: StoredCertification, run: StoredCertification) -> str |
     return None
 
 
-def compare(base: StoredCertification, run: StoredCertification) -> Comparison:
-    others = {record.index: record for record in run.good}
-    pairs = [(record, others[record.index]) for record in base.good if record.index in others]
-
-    def paired(name: str, chosen: Iterable[tuple[Record, Record]]) -> Paired:
-        return count_pairs((one.finding(name), other.finding(name)) for one, other in chosen)
-
-    names = [name for name in base.rates if name in run.rates]
-    labels: dict[int, list[tuple[Record, Record]]] = {}
-    for pair in pairs:
-        labels.setdefault(pair[0].label, []).append(pair)
-    classes = {label: paired("certified", labels[label]) for label in sorted(labels)}
-    return Comparison(base, run, {name: paired(name, pairs) for name in names}, classes)
+def compare(base: StoredCertification, *runs: StoredCertification) -> list[Comparison]:
+    """Each run against the baseline; they can be paired."""
+    found = []
+    for run in runs:
+        others = {record.index: record for record in run.good}
+        pairs = [(record, others[record.index]) for record in base.good if record.index in others]
+        names = [name for name in base.rates if name in run.rates]
+        accuracies = {name: count_pairs((a.finding(name), b.finding(name)) for a, b in pairs) for name in names}
+        labels: dict[int, list[tuple[bool | None, bool | None]]] = {}
+        for a, b in pairs:
+            labels.setdefault(a.label, []).append((a.certified, b.certified))
+        found.append(Comparison(base, run, accuracies, {k: count_pairs(labels[k]) for k in sorted(labels)}))
+    for name in base.rates:
+        tested = [c for c in found if name in c.accuracies]
+        for c, p in zip(tested, holm([c.accuracies[name].p for c in tested]), strict=True):
+            c.corrected[name] = p
+    return found

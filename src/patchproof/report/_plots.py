@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from patchproof.report._compare import TracedRun, strategy_order
-from patchproof.report._conclude import mask_shares, not_certified
-from patchproof.report._content import ATTACK_NAMES, MOST_CLASSES, attacked_rates, by_class, outcomes
+from patchproof.report._content import ATTACK_NAMES, MOST_CLASSES, attacked_rates, by_class, mask_shares, outcomes
 from patchproof.report._figures import (
     COLOURS,
+    FILLS,
     INK,
     LINES,
-    MARKERS,
+    Dots,
     Picture,
+    dots,
     draw,
-    error_bars,
     error_line,
-    errors,
     percent_axis,
     percents,
 )
@@ -56,7 +56,7 @@ def class_picture(run: StoredCertification) -> Picture:
             ranks = list(range(1, len(ordered) + 1))
             low, high = ([100 * rate.interval[end] for rate in ordered] for end in (0, 1))
             axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
-            axes.step(ranks, percents(ordered), where="mid", color=COLOURS[0], label=certified)
+            axes.step(ranks, percents(ordered)[0], where="mid", color=COLOURS[0], label=certified)
             axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
 
         alt = f"Certified accuracy of {len(ordered)} classes in rising order with 95% intervals."
@@ -64,37 +64,22 @@ def class_picture(run: StoredCertification) -> Picture:
     names = [f"{shortened(run.class_name(label), 24)} (n = {r['certified'].n})" for label, r in found.items()]
 
     def plot(axes: Axes) -> None:
-        for number, (name, label) in enumerate({"certified": certified, "defended": "defended"}.items()):
-            places = [place + 0.16 * (1 - 2 * number) for place in range(len(names))]
-            _points(axes, [r[name] for r in found.values()], places, label=label, number=number, hollow=number == 1)
-        axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="images of the class (%)", xlim=(-2, 102), ylim=(len(names) - 0.4, -0.6))
+        series: list[Dots] = [
+            (certified, [r["certified"] for r in found.values()], False),
+            ("defended", [r["defended"] for r in found.values()], True),
+        ]
+        dots(axes, names, series, step=-0.32)
+        axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
 
     alt = f"Certified and defended accuracy of {len(names)} classes with 95% intervals, {n}."
     return draw("classes", f"Accuracy by class, {n}", alt, plot, height=1.2 + 0.27 * len(names))
 
 
-def _points(
-    axes: Axes, rates: Sequence[Rate], places: Sequence[float], *, label: str, number: int, hollow: bool
-) -> None:
-    """Rates as points along horizontal lines, with their 95% intervals."""
-    colour = COLOURS[number]
-    face = "none" if hollow else colour
-    look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "capsize": 2, "elinewidth": 1}
-    axes.errorbar(percents(rates), places, xerr=errors(rates), fmt=MARKERS[number], label=label, **look)
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Shares of all n images between consecutive `edges`; `clipped` values are outside and count in the end bins."""
-
-    edges: Sequence[float]
-    shares: Sequence[Sequence[Rate]]
-    clipped: int
-
-
-def histogram(groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS) -> Histogram | None:
-    """One row of shares per group, over common bins of a round width, one of which begins at 0 if that is within."""
+def histogram(
+    groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS
+) -> tuple[list[float], list[list[Rate]], int] | None:
+    """Edges of common bins of a round width, one of which begins at 0 if that is within; for each group its shares of
+    all n images; and how many values are outside and count in the end bins."""
     values = np.array([value for group in groups for value in group], dtype=np.float64)
     if not len(values):
         return None
@@ -104,7 +89,7 @@ def histogram(groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS) ->
     low, high = edges[0], edges[-1]
     found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
     clipped = int(((values < low) | (values > high)).sum())
-    return Histogram(edges, [[Rate(k, n) for k in row] for row in found], clipped)
+    return edges, [[Rate(k, n) for k in row] for row in found], clipped
 
 
 def histogram_pictures(
@@ -112,17 +97,29 @@ def histogram_pictures(
 ) -> list[Picture]:
     """A histogram of the certified images and of the others; none where there are no values."""
     known = {words: [v for r in some if (v := value(r)) is not None] for words, some in outcomes(run).items()}
-    found = histogram(list(known.values()), n=len(run.good))
-    if found is None:
+    counted = histogram(list(known.values()), n=len(run.good))
+    if counted is None:
         return []
+    edges, shares, clipped = counted
 
     def plot(axes: Axes) -> None:
-        for number, (words, values) in enumerate(known.items()):
+        for (words, values), row, colour, (face, hatch) in zip(known.items(), shares, COLOURS, FILLS, strict=False):
+            bars = [(ends, rate) for ends, rate in zip(pairwise(edges), row, strict=True) if rate.k]
+            middles, widths = [sum(ends) / 2 for ends, _ in bars], [right - left for (left, right), _ in bars]
+            heights, reach = percents([rate for _, rate in bars])
             label = f"{words} (n = {len(values):,})"
-            error_bars(axes, found.edges, found.shares[number], label=label, number=number)
-        if found.edges[0] < 0 < found.edges[-1]:
+            look: dict[str, Any] = {
+                "label": label,
+                "facecolor": face,
+                "edgecolor": colour,
+                "hatch": hatch,
+                "linewidth": 0.8,
+            }
+            axes.bar(middles, heights, widths, **look)
+            axes.errorbar(middles, heights, yerr=reach, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+        if edges[0] < 0 < edges[-1]:
             axes.axvline(0, color=INK, linewidth=1, linestyle=":")
-        beyond = f"; {found.clipped:,} beyond the ends in the end bins" if found.clipped else ""
+        beyond = f"; {clipped:,} beyond the ends in the end bins" if clipped else ""
         axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
 
     certified, others = (len(values) for values in known.values())
@@ -139,13 +136,13 @@ def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
             if "attacked" in rates:
                 low, high = 100 * rates["certified"].rate, 100 * rates["attacked"].rate
                 axes.fill_betweenx([place - 0.34, place + 0.34], low, high, color=COLOURS[0], alpha=0.18, linewidth=0)
-        for number, (name, words) in enumerate(ATTACK_NAMES.items()):
-            shown = {place + 0.12 * (number - 2): rates[name] for place, rates in enumerate(found) if name in rates}
-            hollow = name.endswith("attacked")
-            _points(axes, list(shown.values()), list(shown), label=words, number=number, hollow=hollow)
         names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in runs]
-        axes.set_yticks(range(len(runs)), names)
-        axes.set(xlabel="images (%)", xlim=(-2, 102), ylim=(len(runs) - 0.4, -0.6))
+        series: list[Dots] = [
+            (words, [rates.get(name) for rates in found], name.endswith("attacked"))
+            for name, words in ATTACK_NAMES.items()
+        ]
+        dots(axes, names, series, step=0.12)
+        axes.set(xlabel="images (%)", xlim=(-2, 102))
 
     n = counts(len(run.attacks) for run in runs)
     alt = f"Five accuracies of {len(runs)} attacked runs with 95% intervals, n = {n}; a band holds what is robust."
@@ -155,7 +152,7 @@ def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
 
 def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
     """Where in the grid of masks certificates fail: how often each mask is among those that decided."""
-    shares = mask_shares(run, not_certified(run))
+    shares = mask_shares(run, outcomes(run)["not certified"])
     if run.axes is None or not shares:
         return []
     rows, columns = run.axes
@@ -179,41 +176,28 @@ def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
     return [draw("failing-masks", f"Masks that decide failures, n = {n:,}", alt, plot, height=3.4)]
 
 
-def paired_picture(comparisons: Sequence[Comparison]) -> Picture:
-    """Certified accuracy of each run against the baseline."""
-    n = counts(c.certified.n for c in comparisons)
-    rows = [
-        ("/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified) for c in comparisons
-    ]
-    return _differences("paired", f"Certified, against the baseline, n = {n}", rows)
-
-
-def paired_class_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
-    """Certified accuracy of each class against the baseline, where there is one other run and not too many classes."""
-    if len(comparisons) > 1 or not 1 < len(comparisons[0].classes) <= MOST_CLASSES:
+def paired_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
+    """Certified accuracy against the baseline: of each run, or of each class of a single one."""
+    one, rows = comparisons[0], list[tuple[str, Paired]]()
+    if len(comparisons) > 1:
+        for c in comparisons:
+            rows.append(("/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified))
+    elif 1 < len(one.classes) <= MOST_CLASSES:
+        rows.append(("all images", one.certified))
+        rows += [(f"{shortened(one.base.class_name(k), 24)} (n = {v.n})", v) for k, v in one.classes.items()]
+    else:
         return []
-    one = comparisons[0]
-    rows = [(f"{shortened(one.base.class_name(k), 24)} (n = {v.n})", v) for k, v in one.classes.items()]
-    title = f"Certified, against the baseline, n = {one.certified.n:,}"
-    return [_differences("paired-classes", title, [("all images", one.certified), *rows])]
-
-
-def _differences(key: str, title: str, rows: Sequence[tuple[str, Paired]]) -> Picture:
-    """Differences in percentage points as points along horizontal lines, with their 95% intervals."""
-    values = [100 * paired.difference for _, paired in rows]
-    ends = [[100 * end for end in paired.interval] for _, paired in rows]
-    reach = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
-    reach += [[high - value for value, (_, high) in zip(values, ends, strict=True)]]
 
     def plot(axes: Axes) -> None:
         axes.axvline(0, color=INK, linewidth=1, linestyle=":")
-        axes.errorbar(values, range(len(rows)), xerr=reach, fmt="o", color=COLOURS[0], capsize=2.5, elinewidth=1)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.set(xlabel="percentage points (right of 0: better)", ylim=(len(rows) - 0.4, -0.6))
+        dots(axes, [name for name, _ in rows], [("", [paired for _, paired in rows], False)])
+        axes.set_xlabel("percentage points (right of 0: better)")
 
+    title = f"Certified, against the baseline, n = {counts(c.certified.n for c in comparisons)}"
     alt = f"{title}: {len(rows)} paired differences with 95% intervals."
     height = 1.4 + (0.36 if any("\n" in name for name, _ in rows) else 0.27) * len(rows)
-    return draw(key, title, alt, plot, height=height, title_width=32)
+    key = "paired" if len(comparisons) > 1 else "paired-classes"
+    return [draw(key, title, alt, plot, height=height, title_width=32)]
 
 
 Point = tuple[float, TracedRun]
@@ -221,16 +205,13 @@ Point = tuple[float, TracedRun]
 
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
     """Certified accuracy against masks per axis, patch size and training cost, where at least two values are there."""
-    known = [one for one in traced if one.certified.n]
     area, cost = "patch (% of the image's area)", "strategy, and its extra passes per image in training"
-    found = [
-        _against(known, "masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), ("patch_words",)),
-        _against(known, "patch size", area, lambda one: one.run.patch_percent, ("masks_words",)),
-        _against(
-            known, "training cost", cost, lambda one: one.passes, ("masks_words", "patch_words"), by_strategy=False
-        ),
+    sizes = ("masks_words", "patch_words")
+    return [
+        *_against(traced, "masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), sizes[1:]),
+        *_against(traced, "patch size", area, lambda one: one.run.patch_percent, sizes[:1]),
+        *_against(traced, "training cost", cost, lambda one: one.passes, sizes, by_strategy=False),
     ]
-    return [picture for picture in found if picture is not None]
 
 
 def _against(
@@ -241,11 +222,11 @@ def _against(
     same: Sequence[str],
     *,
     by_strategy: bool = True,
-) -> Picture | None:
-    """One line for all runs that differ in x alone, and have these properties in common; None where no two do."""
+) -> list[Picture]:
+    """One line for all runs that differ in x alone, and have these properties in common; none where no two do."""
     lines = _lines(traced, x, same, by_strategy=by_strategy)
     if not lines:
-        return None
+        return []
     points = [point for line in lines.values() for point in line]
     costs = sorted({(value, one.label) for value, one in points}, key=lambda cost: (cost[0], strategy_order(cost[1])))
     differ = [i for i in range(len(next(iter(lines)))) if len({name[i] for name in lines}) > 1] or [0]
@@ -264,10 +245,9 @@ def _against(
                 axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
                 axes.minorticks_off()
         else:  # a place for each strategy in the order of its cost
-            axes.set_xticks(range(len(costs)), [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs])
-            axes.tick_params(axis="x", rotation=0 if len(costs) <= FEW_NAMES else 40)
-            for label in axes.get_xticklabels() if len(costs) > FEW_NAMES else ():
-                label.set(ha="right", rotation_mode="anchor")
+            slanted: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+            names = [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs]
+            axes.set_xticks(range(len(costs)), names, **slanted if len(costs) > FEW_NAMES else {})
             axes.set_xlim(-0.5, len(costs) - 0.5)
         axes.set(xlabel=unit, ylabel=f"certified ({', '.join(guarantees)}), % of images")
         percent_axis(axes, (one.certified for _, one in points))
@@ -275,7 +255,7 @@ def _against(
     title, n = f"Certified accuracy against {what}", counts(one.certified.n for _, one in points)
     alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals, n = {n}."
     key = "by-" + what.replace(" size", "").replace(" ", "-")
-    return draw(key, f"{title}, n = {n}", alt, plot, height=3.0 + 0.16 * len(lines))
+    return [draw(key, f"{title}, n = {n}", alt, plot, height=3.0 + 0.16 * len(lines))]
 
 
 def _lines(
@@ -285,23 +265,22 @@ def _lines(
     groups: dict[Hashable, list[Point]] = {}
     for one in traced:
         value, run = x(one), one.run
-        if value is not None:
+        if value is not None and one.certified.n:
             own = (one.label, run.weights_sha256) if by_strategy else ()
             facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
             groups.setdefault((own, facts, *(getattr(run, name) for name in same)), []).append((value, one))
     lines: dict[tuple[str, ...], list[Point]] = {}
-    for points in groups.values():
-        if len({value for value, _ in points}) > 1:
-            one = points[0][1]
-            first = (one.label,) if by_strategy else ()
-            shared = (getattr(one.run, name) for name in same)
+    for group in groups.values():
+        if len({value for value, _ in group}) > 1:
+            one = group[0][1]
             images = f"{one.run.dataset}, n = {one.certified.n:,}"
-            words = name = (*first, images, one.run.architecture, one.defense_words, *shared)
+            shared = [images, one.run.architecture, one.defense_words, *(getattr(one.run, name) for name in same)]
+            words = name = (*([one.label] if by_strategy else []), *shared)
             number = 1
             while name in lines:  # e.g. two trainings with the same strategy
                 number += 1
                 name = (f"{words[0]} (run {number})", *words[1:])
-            lines[name] = sorted(points, key=lambda point: point[0])
+            lines[name] = sorted(group, key=lambda point: point[0])
     return lines
 
 
@@ -312,13 +291,9 @@ def line_name(run: StoredTraining) -> str:
 def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
     """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
     learned, validated = [run for run in runs if run.losses], [run for run in runs if run.epochs]
-    pictures = [_loss_picture(learned)] if learned else []
-    return pictures + [_validation_picture(validated, name) for name in ("certified", "undefended") if validated]
 
-
-def _loss_picture(runs: Sequence[StoredTraining]) -> Picture:
-    def plot(axes: Axes) -> None:
-        for number, run in enumerate(runs):
+    def losses(axes: Axes) -> None:
+        for number, run in enumerate(learned):
             # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
             groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
             steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
@@ -328,26 +303,28 @@ def _loss_picture(runs: Sequence[StoredTraining]) -> Picture:
             axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
         axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
 
-    steps = counts(len(run.losses) for run in runs)
-    alt = f"Training loss of {len(runs)} runs ({steps} steps); the band holds 80% of the steps around each point."
-    title = f"Training loss, n = {steps} steps, 80% of them in the band"
-    return draw("loss", title, alt, plot, height=3.0 + 0.16 * len(runs))
-
-
-def _validation_picture(runs: Sequence[StoredTraining], name: str) -> Picture:
-    words = "certified (recovery)" if name == "certified" else name
-    every: list[Rate] = [getattr(epoch, name) for run in runs for epoch in run.epochs]
-
-    def plot(axes: Axes) -> None:
-        for number, run in enumerate(runs):
+    def validation(axes: Axes, name: str) -> None:
+        for number, run in enumerate(validated):
             at, rates = [float(epoch.epoch) for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
-            error_line(axes, at, rates, label=line_name(run), number=number, of=len(runs))
-        last = max(epoch.epoch for run in runs for epoch in run.epochs)
+            error_line(axes, at, rates, label=line_name(run), number=number, of=len(validated))
+        last = max(epoch.epoch for run in validated for epoch in run.epochs)
+        words = "certified (recovery)" if name == "certified" else name
         axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
-        percent_axis(axes, every)
+        percent_axis(axes, (getattr(epoch, name) for run in validated for epoch in run.epochs))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
-    n = counts(rate.n for rate in every)
-    alt = f"{name.capitalize()} accuracy on validation images after each epoch of {len(runs)} runs, 95% intervals."
-    title = f"Validation, {name}, n = {n}"
-    return draw(f"validation-{name}", title, alt, plot, height=3.0 + 0.16 * len(runs))
+    pictures = []
+    if learned:
+        steps = counts(len(run.losses) for run in learned)
+        alt = (
+            f"Training loss of {len(learned)} runs ({steps} steps); the band holds 80% of the steps around each point."
+        )
+        title = f"Training loss, n = {steps} steps, 80% of them in the band"
+        pictures.append(draw("loss", title, alt, losses, height=3.0 + 0.16 * len(learned)))
+    for name in ("certified", "undefended") if validated else ():
+        n = counts(getattr(epoch, name).n for run in validated for epoch in run.epochs)
+        which = f"{name.capitalize()} accuracy on validation images after each epoch"
+        alt, title = f"{which} of {len(validated)} runs, 95% intervals.", f"Validation, {name}, n = {n}"
+        plot = partial(validation, name=name)
+        pictures.append(draw(f"validation-{name}", title, alt, plot, height=3.0 + 0.16 * len(validated)))
+    return pictures

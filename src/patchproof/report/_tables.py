@@ -6,9 +6,10 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import groupby
 
 from patchproof.report._paired import Paired
 from patchproof.runs import Rate
@@ -25,12 +26,8 @@ def interval_words(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
-def points(paired: Paired) -> str:
-    """`+4.2 (+1.0 to +7.3)`, in percentage points."""
-    return f"{100 * paired.difference:+.1f} ({points_interval(paired)})"
-
-
 def points_interval(paired: Paired) -> str:
+    """`+1.0 to +7.3`, in percentage points."""
     low, high = paired.interval
     return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
@@ -68,16 +65,42 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
+    whole: Table | None = None
+    """The table of which the page shows this part; its files have all of it."""
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        title: str,
+        rows: Sequence[Mapping[str, Cell]],
+        notes: Sequence[str] = (),
+        *,
+        digits: int = 1,
+        leave_out: Collection[str] = (),
+    ) -> Table:
+        """From rows that name their cells, all in the same order; some of them may be left out."""
+        names = [name for name in rows[0] if name not in leave_out] if rows else []
+        columns = [Column(name, digits=digits) for name in names]
+        return cls(key, title, columns, [tuple(row[name] for name in names) for row in rows], notes)
+
+    def without(self, names: Collection[str]) -> Table:
+        """The part without these columns."""
+        kept = [i for i, column in enumerate(self.columns) if column.name not in names]
+        rows = [tuple(row[i] for i in kept) for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in kept], rows=rows, whole=self.whole or self)
+
+    def first(self, count: int, which: str) -> Table:
+        """The first rows alone, if there are more; the note says by what they were chosen."""
+        if len(self.rows) <= count:
+            return self
+        note = f"The {count} of {len(self.rows):,} with the {which}; tables/{self.key}.csv has all."
+        return replace(self, rows=self.rows[:count], notes=(*self.notes, note), whole=self)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
         """The headings above the columns with how many each spans; empty where no column has one."""
-        found: list[tuple[str, int]] = []
-        for column in self.columns:
-            if found and found[-1][0] == column.group != "":
-                found[-1] = (column.group, found[-1][1] + 1)
-            else:
-                found.append((column.group, 1))
+        found = [(name, len(list(spanned))) for name, spanned in groupby(column.group for column in self.columns)]
         return found if any(name for name, _ in found) else []
 
     def is_number(self, position: int) -> bool:
@@ -96,7 +119,7 @@ def cell_text(cell: Cell, digits: int = 1) -> str:
     if isinstance(cell, Rate):
         return f"{percent(cell.rate)} ({interval_words(cell)})" if cell.n else "no images"
     if isinstance(cell, Paired):
-        return points(cell) if cell.n else "no images"
+        return f"{100 * cell.difference:+.1f} ({points_interval(cell)})" if cell.n else "no images"
     if isinstance(cell, float):
         if 0 < cell < 0.5 * 10**-digits:
             return f"<{10**-digits:.{digits}f}"
