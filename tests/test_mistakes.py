@@ -94,6 +94,11 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
         pp.certify(build(), [(IMAGES[0].numpy(), 0)])
     with pytest.raises(pp.InputError, match="image 0 is no image file, PIL image or float tensor"):
         pp.predict(build(), [IMAGES[0].numpy()])
+    for workers in (0, -1, 1.5):
+        with pytest.raises(pp.InputError, match=f"workers must be at least 1, not {workers}"):
+            pp.certify(build(), [(IMAGES[0], 0)], workers=workers)
+        with pytest.raises(pp.InputError, match=f"workers must be at least 1, not {workers}"):
+            pp.train(Net(), [(IMAGES[0], 0)], workers=workers)
     with pytest.raises(pp.InputError, match=r"not str; for one image, \[image\]"):
         pp.predict(build(), "cat.png")
     with pytest.raises(pp.InputError, match="Net is no defence"):

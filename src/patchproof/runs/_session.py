@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
+from patchproof.data import (
+    Batch,
+    as_source,
+    default_preprocessing,
+    load_groups,
+    require_workers,
+    spread_indices,
+)
 from patchproof.defenses import assess, device_of, require_defense
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
@@ -116,6 +123,7 @@ class Session:
 
     def __post_init__(self) -> None:
         require_defense(self.defense)
+        require_workers(self.workers)
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)

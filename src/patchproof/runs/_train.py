@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
+from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for, show
@@ -110,6 +110,7 @@ def train(
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
+    require_workers(workers)
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
     path = None if folder is None else Path(folder)
     place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
