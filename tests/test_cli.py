@@ -291,7 +291,13 @@ WRONG = [
     ("certify --modle x", "Unknown option: --modle. Did you mean --model"),
     ("certfy", 'Unknown command "certfy". Did you mean "certify"'),
     ("certify --masks three", "Invalid value for --masks"),
-    ("certify --precision fp8", '"fp8"'),
+    ("certify --precision fp8", 'Invalid value "fp8" for --precision. Choose from: "fp32", "tf32"'),
+    ("certify --weights random --patch 3%,", "a patch looks like 3%.*, not `` in `3%,`"),
+    ("certify --band 4", "option: --band. It is for the defence derandomized-smoothing, smoothed-vit, patchguard-smo"),
+    ("certify --weights random --defense bagcert", "which small lacks; e.g. --model bagnet9"),
+    ("certify --weights runs/typo/checkpoint-last", "no such checkpoint folder: runs/typo/checkpoint-last"),
+    ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
+    ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
     ("certify --device gpu", "--device must be cpu"),
     ("certify --device meta", "--device must be cpu"),
     ("certify --seed 99999999999999999999999", "--seed must be in"),
@@ -357,13 +363,17 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("patchproof.runs._session.measure_tau", lambda *_: pytest.fail("before minutes are spent"))
+    for minutes in ("_session.measure_tau", "estimate_cost"):
+        monkeypatch.setattr(f"patchproof.runs.{minutes}", lambda *_: pytest.fail("before minutes are spent"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")
     picture(5).save(photos / "fox" / "0.png")
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
-    assert_one_line(capsys.readouterr().err, "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox")
+    unknown = "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox"
+    assert_one_line(capsys.readouterr().err, unknown)
+    assert certify("--dataset", photos, "--weights", checkpoint, "--dry-run") == 2, "nor are they estimated"
+    assert_one_line(capsys.readouterr().err, unknown)
 
 
 def test_the_folder_of_a_training_is_no_checkpoint_but_has_one(tmp_path, capsys):
@@ -474,6 +484,7 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
         ("ls defenses", "--masks, --exhaustive"),
         ("ls strategies", "greedy6x6"),
         ("ls recipes imagenette-vit-*", "imagenette-vit-greedy"),
+        ("ls recipes *-bagcert", "5px: 60.0 first cifar10-32px-bagnet"),
     ],
 )
 def test_ls_shows_what_there_is(words, shown, capsys):
@@ -741,6 +752,7 @@ def test_a_run_without_a_name_is_named_after_its_settings():
         ("attack", attack(), "attack-fashion-mini-small-embedded-3%-3x3-40steps-2restarts-4places"),
         ("attack", attack(steps=5, seed=2, target="defended", limit=7), "4places-target-defended-seed-2-7images"),
         ("train", TrainSettings(weights="random", limit=300), "train-fashion-mini-small-greedy-seed0-300images"),
+        ("attack", attack(image_size="56", split="train", limit=7), "4places-56px-train-7images"),
     ):
         assert str(_setup.run_folder(command, settings, source)).endswith(words)
 

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-PrecisionChoice = Precision | Literal["auto"]
+PrecisionChoice = Literal["fp32", "tf32", "bf16", "fp16", "auto"]
 
 
 class PatchproofError(Exception):

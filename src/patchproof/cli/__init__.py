@@ -142,7 +142,9 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
     if isinstance(error, UnknownOptionError):
         flag = str(error.token.keyword or error.token.value).split("=")[0].removeprefix("--").replace("-", "_")
         owners = [n for n, o in DEFENSE_OPTIONS.items() if flag in {FLAGS.get(f.name, f.name) for f in fields(o)}]
-        return 2, str(error) + (f" It is for the defence {', '.join(owners)}." if owners else "")
+        if owners:
+            return 2, f"Unknown option: --{flag.replace('_', '-')}. It is for the defence {', '.join(owners)}."
+        return 2, str(error)
     if isinstance(error, CycloptsError):
         return 2, str(error)
     if isinstance(error, PatchproofError):

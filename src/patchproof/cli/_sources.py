@@ -26,6 +26,7 @@ PHRASES = {
     "continued: patches was": "continued: --patches differs: patches was",
     "continued: masks was": "continued: --masks differs: masks was",
     "continued: images was": "continued: --limit or the data differ: images was",
+    'load_classifier("bagnet9")': "--model bagnet9",
     "remove it, or pass skip_bad=True": "remove it and begin again, or continue with --resume --skip-bad",
     "in another folder": "with another --output",
     "another folder": "another --output",

@@ -102,7 +102,8 @@ def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
         elif pixels:
             sizes.append((int(pixels[1]), int(pixels[2] or pixels[1])))
         else:
-            raise InputError(f"a patch looks like 3%, 39px or 20x60px, not `{part}`")
+            among = f" in `{text}`" if part != text else ""
+            raise InputError(f"a patch looks like 3%, 39px or 20x60px, not `{part}`{among}")
     return tuple(sizes)
 
 
