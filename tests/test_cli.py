@@ -296,6 +296,13 @@ WRONG = [
     ("certify --band 4", "option: --band. It is for the defence derandomized-smoothing, smoothed-vit, patchguard-smo"),
     ("certify --weights random --defense bagcert", "which small lacks; e.g. --model bagnet9"),
     ("certify --weights runs/typo/checkpoint-last", "no such checkpoint folder: runs/typo/checkpoint-last"),
+    ("certify --weights random --output file", "cannot create the folder 'file': file is a file"),
+    ("certify --output file/run", "cannot create the folder 'file/run': file is a file"),
+    ("certify images", "unexpected argument: images; see `patchproof certify --help`"),
+    ("certify --epochs 3", "Unknown option: --epochs. It is for the command train, demo."),
+    ("certify --limit 3 --config", "--config requires an argument"),
+    ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
+    ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),
     ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
     ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
     ("certify --device gpu", "--device must be cpu"),
@@ -392,6 +399,7 @@ def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, cap
     assert certify(*arguments, "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r")] == list(range(12))
     assert [r["path"] for r in records("r") if "error" in r] == ["dog/1.png", "dog/2.png"]
+    assert "partial: 2 bad images were skipped" in capsys.readouterr().out
     assert content("r", "results")["certified"]["n"] == 10
 
 

@@ -196,6 +196,8 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     data = two_classes(tmp_path / "pets", {"train": 14, "validation": 5, "test": 4})
     assert train(data, "--output", "r", "--epochs", "1") == 0
     assert "chosen on pets, split validation; pets, split test is left to test" in capsys.readouterr().err
+    assert train(data, "--output", "t", "--epochs", "1", "--split", "test") == 0
+    assert "split validation; certify tests the images it learns from, unless it is given" in capsys.readouterr().err
     recorded = content("r", "manifest")
     assert [recorded["data"][kind]["split"] for kind in ("train", "validation", "test")] == [
         "train",

@@ -228,6 +228,8 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
             if getattr(settings, name, None) != getattr(type(settings), name, None):
                 raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
         return runs.defense_like(run, classifier)
+    if settings.threat_space == "input":  # what is wrong with the flags is no fault of the images
+        build_defense(settings, classifier, low_resolution=False)
     engine = None
 
     @cache
@@ -410,9 +412,9 @@ def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSou
     train, chosen, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
     same = held_out.listing_sha256() == tested.listing_sha256()
     overlap = "; these are also the images that certify tests: checkpoint-best is not independent of them"
-    return (
-        f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else f'; {test} is left to test'}"
-    )
+    learned = "; certify tests the images it learns from, unless it is given another --split"
+    left = learned if source.listing_sha256() == tested.listing_sha256() else f"; {test} is left to test"
+    return f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else left}"
 
 
 def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> None:

@@ -307,3 +307,8 @@ SETTINGS: dict[str, type[Any]] = {
     "doctor": DoctorSettings,
 }
 """Commands and their settings."""
+
+
+def commands_with(name: str) -> list[str]:
+    """The commands that have a setting of this name, as flags and files spell it."""
+    return [verb for verb, kind in SETTINGS.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)}]

@@ -76,6 +76,8 @@ def whole_size(size: Sequence[int], name: str = "a size") -> Size:
 
 def square_side(percent: float, image_size: Size) -> int:
     """The smallest s with s² ≥ percent/100 · H·W, in exact arithmetic: 1/2/3% = 23/32/39 at 224."""
+    if isinstance(percent, str):
+        raise InputError(f"percent must be a number, e.g. 3, not {percent!r}")
     if not 0 < percent <= 100:
         raise InputError(f"a patch covers more than 0 and at most 100 percent of the image, not {percent:g}")
     area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100

@@ -124,6 +124,8 @@ class Session:
     def __post_init__(self) -> None:
         require_defense(self.defense)
         require_workers(self.workers)
+        if self.executor is not None and not hasattr(self.executor, "at_work"):
+            raise InputError(f"executor must be one of patchproof.runs.executors, or like them, not {self.executor!r}")
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)
@@ -383,7 +385,7 @@ class Session:
         if tally.done < planned:
             partial.append(f"{tally.done} of {planned} images are done; resume to continue")
         if bad:
-            partial.append(f"{bad} bad images were skipped")
+            partial.append(f"{bad} bad image{'s were' if bad > 1 else ' was'} skipped")
         if doubt is not None:
             partial.append(doubt)
         good = max(1, tally.good)
