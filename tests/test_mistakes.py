@@ -156,7 +156,10 @@ def test_constructors_name_the_parameter():
         (lambda: pp.certify(build(), [(IMAGES[0], 0)], executor="ray"), "executor must be one of patchproof.runs.exec"),
         (lambda: pp.certify(build(), [(IMAGES[0] - 1, 0)]), "expected 0 to 1; leave normalisation to the classifier"),
         (lambda: pp.predict(build(), IMAGES[0]), r"not one image \(c h w\); for one image, \[image\]"),
-        (lambda: pp.PatchThreat.square(image_size=(64, 64), percent="3%"), "percent must be a number, e.g. 3, not '3%'"),
+        (
+            lambda: pp.PatchThreat.square(image_size=(64, 64), percent="3%"),
+            "percent must be a number, e.g. 3, not '3%'",
+        ),
         (lambda: pp.defense(None, Net(), THREAT), "unknown defence `None`; known are"),
         (lambda: pp.defense("alarm", THREAT, Net()), "threat must be a pp.PatchThreat, .*, not Net"),
         (lambda: pp.train(Net().requires_grad_(False), [(IMAGES[0], 0)]), "all parameters .* are frozen"),

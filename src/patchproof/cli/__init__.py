@@ -15,7 +15,15 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, UnusedCliTokensError, default_name_transform
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    Token,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    default_name_transform,
+)
 from cyclopts.config import Dict
 from rich.markup import escape
 

@@ -231,9 +231,7 @@ class ExplorerPage:
         none = draw.message("No image is of this kind; choose another kind, or drop in an image of your own.")
         return {self.shown: None, self.last: shown, self.verdict: none, **empty}
 
-    def dropped(
-        self, event: Any, shown: Selection | None, file: str | None, last: Selection | None = None
-    ) -> Changes:
+    def dropped(self, event: Any, shown: Selection | None, file: str | None, last: Selection | None = None) -> Changes:
         return {} if file is None else self.of_image(self.explorer.own(Path(file), shown or last))
 
     def turned(self, event: Any, shown: Selection | None, kind: str, number: float = 1, *, by: int = 0) -> Changes:

@@ -57,7 +57,7 @@ def network(
     )
     if training:
         raise CheckError(
-            f"the classifier is in training mode ({len(training)} module{'s' * (len(training) > 1)}, e.g. {training[0] or 'itself'}), so its "
+            f"the classifier is in training mode ({len(training)} modules, e.g. {training[0] or 'itself'}), so its "
             "answers change; call classifier.eval() first"
         )
     dtype = AUTOCAST.get(precision)

@@ -190,7 +190,9 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     traced = trace(certified, trained)
     several = len(traced) > 1
     if chosen.baseline is not None and not several:
-        raise InputError("baseline needs several certifications to compare, and there is " + ("one", "none")[not traced])
+        raise InputError(
+            "baseline needs several certifications to compare, and there is " + ("one", "none")[not traced]
+        )
     notices = [Notice("", text) for text in mixed_notices(traced)]
     notices += [Notice(run.name, text) for run in certified for text in _content.attack_notices(run)]
     every: list[StoredRun] = [*certified, *trained]
