@@ -24,7 +24,7 @@ from patchproof import __main__ as entry
 from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar
+from patchproof.cli._show import Console, RunBar, clock
 from patchproof.cli._stop import SIGNALS, Stop
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
@@ -495,9 +495,12 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
         ("ls recipes *-bagcert", "5px: 60.0 first cifar10-32px-bagnet"),
     ],
 )
-def test_ls_shows_what_there_is(words, shown, capsys):
+def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):
     assert run(words.split()) == 0
     assert shown in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(["ls", "recipes", "cifar10-32px-*"]) == 0
+    assert "cifar10-32px-derandomized-smoothing " in capsys.readouterr().out, "a name can be copied"
 
 
 def test_doctor_finds_this_machine_well(capsys):
@@ -703,6 +706,8 @@ def without_torch(*commands: str) -> list[str]:
 
 def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
+    commands += ["report nowhere", "explore nowhere", "predict none.png", "certify --output file", "certify nowhere"]
+    Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):
         assert said.endswith(f"{command}: True"), said
 
@@ -788,6 +793,7 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     bar.step(1, 3)
     line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
     assert line.endswith("round 1, step 1/3"), line
+    assert (clock(452), clock(47 * 3600), clock(2120.6 * 3600)) == ("0:07:32", "47:00:00", "88 days")
     bar.start(runs.Tally(runs.ATTACK_ACCURACIES), 3)
     findings = runs.AttackFindings(undefended_attacked=False, attacked=True)
     bar.tally.add([record := runs.Record(0, "a.png", 0, True, True, True, 1.0, 45, attack=findings)])
