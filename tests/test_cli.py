@@ -712,6 +712,16 @@ def test_what_needs_no_network_imports_no_torch():
         assert said.endswith(f"{command}: True"), said
 
 
+@pytest.mark.parametrize(("rank", "said"), [("0", "ls: loading PyTorch\n"), ("1", "")])
+def test_the_first_sign_of_life_is_that_of_one_process(rank, said, capsys, monkeypatch):
+    assert run(["ls", "strategies"]) == 0  # imports what it needs
+    capsys.readouterr()
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert run(["ls", "strategies"]) == 0
+    assert capsys.readouterr().err == said
+
+
 def test_the_version_is_said_before_the_command_line_is_imported():
     code = (
         "import sys\nfrom patchproof.__main__ import main\nsys.argv[1:] = ['--version']\ntry: main()\n"

@@ -82,8 +82,8 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
 
     @wraps(command)
     def call(*values: Any, settings: Any = last.default) -> int:
-        output = getattr(settings, "output", None)
-        if output is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        output, main = getattr(settings, "output", None), os.environ.get("LOCAL_RANK", "0") == "0"
+        if output is not None and main:
             may_be = getattr(settings, "resume", True) or settings.dry_run
             require_free(output, resume=may_be)  # before the seconds of an import
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
@@ -91,7 +91,7 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
             if not (path.exists() or str(path).startswith("~")):
                 what = "image or folder" if command.__name__ == "predict" else "folder"
                 raise InputError(f"no such {what}: {path}")
-        if "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
+        if main and "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
             Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
         return command(*values, *[None] * (len(places) - len(values)), settings)
 
