@@ -24,7 +24,7 @@ from patchproof import __main__ as entry
 from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar
+from patchproof.cli._show import Console, RunBar, clock
 from patchproof.cli._stop import SIGNALS, Stop
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
@@ -291,7 +291,20 @@ WRONG = [
     ("certify --modle x", "Unknown option: --modle. Did you mean --model"),
     ("certfy", 'Unknown command "certfy". Did you mean "certify"'),
     ("certify --masks three", "Invalid value for --masks"),
-    ("certify --precision fp8", '"fp8"'),
+    ("certify --precision fp8", 'Invalid value "fp8" for --precision. Choose from: "fp32", "tf32"'),
+    ("certify --weights random --patch 3%,", "a patch looks like 3%.*, not `` in `3%,`"),
+    ("certify --band 4", "option: --band. It is for the defence derandomized-smoothing, smoothed-vit, patchguard-smo"),
+    ("certify --weights random --defense bagcert", "which small lacks; e.g. --model bagnet9"),
+    ("certify --weights runs/typo/checkpoint-last", "no such checkpoint folder: runs/typo/checkpoint-last"),
+    ("certify --weights random --output file", "cannot create the folder 'file': file is a file"),
+    ("certify --output file/run", "cannot create the folder 'file/run': file is a file"),
+    ("certify images", "unexpected argument: images; see `patchproof certify --help`"),
+    ("certify --epochs 3", "Unknown option: --epochs. It is for the command train, demo."),
+    ("certify --limit 3 --config", "--config requires an argument"),
+    ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
+    ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),
+    ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
+    ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
     ("certify --device gpu", "--device must be cpu"),
     ("certify --device meta", "--device must be cpu"),
     ("certify --seed 99999999999999999999999", "--seed must be in"),
@@ -357,13 +370,17 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr("patchproof.runs._session.measure_tau", lambda *_: pytest.fail("before minutes are spent"))
+    for minutes in ("_session.measure_tau", "estimate_cost"):
+        monkeypatch.setattr(f"patchproof.runs.{minutes}", lambda *_: pytest.fail("before minutes are spent"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")
     picture(5).save(photos / "fox" / "0.png")
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
-    assert_one_line(capsys.readouterr().err, "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox")
+    unknown = "1 of the data set's 4 classes are not among the classifier's 3, e.g. fox"
+    assert_one_line(capsys.readouterr().err, unknown)
+    assert certify("--dataset", photos, "--weights", checkpoint, "--dry-run") == 2, "nor are they estimated"
+    assert_one_line(capsys.readouterr().err, unknown)
 
 
 def test_the_folder_of_a_training_is_no_checkpoint_but_has_one(tmp_path, capsys):
@@ -382,6 +399,7 @@ def test_a_bad_image_is_named_and_skipped_only_when_told(photos, checkpoint, cap
     assert certify(*arguments, "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r")] == list(range(12))
     assert [r["path"] for r in records("r") if "error" in r] == ["dog/1.png", "dog/2.png"]
+    assert "partial: 2 bad images were skipped" in capsys.readouterr().out
     assert content("r", "results")["certified"]["n"] == 10
 
 
@@ -474,11 +492,15 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
         ("ls defenses", "--masks, --exhaustive"),
         ("ls strategies", "greedy6x6"),
         ("ls recipes imagenette-vit-*", "imagenette-vit-greedy"),
+        ("ls recipes *-bagcert", "5px: 60.0 first cifar10-32px-bagnet"),
     ],
 )
-def test_ls_shows_what_there_is(words, shown, capsys):
+def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):
     assert run(words.split()) == 0
     assert shown in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(["ls", "recipes", "cifar10-32px-*"]) == 0
+    assert "cifar10-32px-derandomized-smoothing " in capsys.readouterr().out, "a name can be copied"
 
 
 def test_doctor_finds_this_machine_well(capsys):
@@ -684,8 +706,20 @@ def without_torch(*commands: str) -> list[str]:
 
 def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
+    commands += ["report nowhere", "explore nowhere", "predict none.png", "certify --output file", "certify nowhere"]
+    Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):
         assert said.endswith(f"{command}: True"), said
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "ls: loading PyTorch\n"), ("1", "")])
+def test_the_first_sign_of_life_is_that_of_one_process(rank, said, capsys, monkeypatch):
+    assert run(["ls", "strategies"]) == 0  # imports what it needs
+    capsys.readouterr()
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert run(["ls", "strategies"]) == 0
+    assert capsys.readouterr().err == said
 
 
 def test_the_version_is_said_before_the_command_line_is_imported():
@@ -741,6 +775,7 @@ def test_a_run_without_a_name_is_named_after_its_settings():
         ("attack", attack(), "attack-fashion-mini-small-embedded-3%-3x3-40steps-2restarts-4places"),
         ("attack", attack(steps=5, seed=2, target="defended", limit=7), "4places-target-defended-seed-2-7images"),
         ("train", TrainSettings(weights="random", limit=300), "train-fashion-mini-small-greedy-seed0-300images"),
+        ("attack", attack(image_size="56", split="train", limit=7), "4places-56px-train-7images"),
     ):
         assert str(_setup.run_folder(command, settings, source)).endswith(words)
 
@@ -768,6 +803,7 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     bar.step(1, 3)
     line = Text.from_ansi("".join(s.text for s in console.render(bar.progress.get_renderable()))).plain.rstrip()
     assert line.endswith("round 1, step 1/3"), line
+    assert (clock(452), clock(47 * 3600), clock(2120.6 * 3600)) == ("0:07:32", "47:00:00", "88 days")
     bar.start(runs.Tally(runs.ATTACK_ACCURACIES), 3)
     findings = runs.AttackFindings(undefended_attacked=False, attacked=True)
     bar.tally.add([record := runs.Record(0, "a.png", 0, True, True, True, 1.0, 45, attack=findings)])

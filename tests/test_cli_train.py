@@ -53,7 +53,9 @@ def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatc
     assert (cost["epochs"], cost["steps"], cost["validation_images"]) == (50, 200, 6)
     assert 200 * cost["seconds_per_step"] < cost["fewest_seconds"] < cost["most_seconds"]
     assert train(data, "--epochs", "50", "--dry-run") == 0
-    assert re.search(r"50 epochs, 200 steps of [\d.e-]+ s, 6 images validated .*: [\d:]+ to", capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert re.search(r"50 epochs, 200 steps of [\d.e-]+ s, 6 images validated .*: [\d:]+ to", shown.out)
+    assert "timing a few steps" in shown.err
     assert not Path("runs").exists()
     with monkeypatch.context() as slow:
         slow.setattr("patchproof.runs._training_cost.ENOUGH_SECONDS", 0.0)
@@ -194,6 +196,8 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     data = two_classes(tmp_path / "pets", {"train": 14, "validation": 5, "test": 4})
     assert train(data, "--output", "r", "--epochs", "1") == 0
     assert "chosen on pets, split validation; pets, split test is left to test" in capsys.readouterr().err
+    assert train(data, "--output", "t", "--epochs", "1", "--split", "test") == 0
+    assert "split validation; certify tests the images it learns from, unless it is given" in capsys.readouterr().err
     recorded = content("r", "manifest")
     assert [recorded["data"][kind]["split"] for kind in ("train", "validation", "test")] == [
         "train",

@@ -854,7 +854,7 @@ def test_images_of_different_sizes_do_not_stack(tmp_path: Path) -> None:
 def test_batches_check_their_arguments_before_they_start() -> None:
     for name in ("batch_size", "workers"):
         with pytest.raises(InputError, match=f"{name} must be at least 1, not 0"):
-            list(iterate_batches(numbered(2), SAME, [0], **{"batch_size": 1, name: 0}))
+            iterate_batches(numbered(2), SAME, [0], **{"batch_size": 1, name: 0})
     with pytest.raises(
         InputError, match="limit, the number of images, must be a whole number of at least 1, not 0; leave it out"
     ):

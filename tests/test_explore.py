@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -407,12 +408,22 @@ def test_a_kind_without_images_shows_none(explorer, tmp_path):
     image = page.of_kind(None, None, "all")
     empty = page.of_kind(None, image[page.shown], "not certified")
     assert empty.pop(page.shown) is None
+    assert empty.pop(page.last) is image[page.shown]
     assert "No image is of this kind" in empty.pop(page.verdict)
     assert set(empty.values()) == {""}
     assert empty.keys() == {part for part, value in image.items() if isinstance(value, str)} - {page.verdict}
     (tmp_path / "own.png").write_bytes(png())
     own = page.dropped(None, None, str(tmp_path / "own.png"))
     assert page.of_kind(None, own[page.shown], "not certified") == {}, "one's own image is of every kind"
+    made = page.made(None, image[page.shown], NOISE, 0, 7, 1, None)[page.shown].moved(2, 3)
+    last = page.of_kind(None, made, "not certified")[page.last]
+    records = page.explorer.records
+    for back in (
+        page.of_kind(None, None, "all", last),
+        page.picked(SimpleNamespace(pick=str(records[-1].index)), None, last),
+        page.dropped(None, None, str(tmp_path / "own.png"), last),
+    ):
+        assert back[page.shown].patches == made.patches, "a visitor's own patch comes back, where it was"
 
 
 def png() -> bytes:

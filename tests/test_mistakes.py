@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -94,6 +95,11 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
         pp.certify(build(), [(IMAGES[0].numpy(), 0)])
     with pytest.raises(pp.InputError, match="image 0 is no image file, PIL image or float tensor"):
         pp.predict(build(), [IMAGES[0].numpy()])
+    for workers in (0, -1, 1.5):
+        with pytest.raises(pp.InputError, match=f"workers must be at least 1, not {workers}"):
+            pp.certify(build(), [(IMAGES[0], 0)], workers=workers)
+        with pytest.raises(pp.InputError, match=f"workers must be at least 1, not {workers}"):
+            pp.train(Net(), [(IMAGES[0], 0)], workers=workers)
     with pytest.raises(pp.InputError, match=r"not str; for one image, \[image\]"):
         pp.predict(build(), "cat.png")
     with pytest.raises(pp.InputError, match="Net is no defence"):
@@ -147,6 +153,22 @@ def test_constructors_name_the_parameter():
         (lambda: pp.defense("alarm", "resnet50", THREAT), "pp.load_classifier makes one"),
         (lambda: pp.Ensemble(Net()), r"members must be a list .* e.g. pp.Ensemble\(\[first, second\]\)"),
         (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit=1.5), "limit, .* whole number"),
+        (lambda: pp.certify(build(), [(IMAGES[0], 0)], executor="ray"), "executor must be one of patchproof.runs.exec"),
+        (lambda: pp.certify(build(), [(IMAGES[0] - 1, 0)]), "expected 0 to 1; leave normalisation to the classifier"),
+        (lambda: pp.predict(build(), IMAGES[0]), r"not one image \(c h w\); for one image, \[image\]"),
+        (
+            lambda: pp.PatchThreat.square(image_size=(64, 64), percent="3%"),
+            "percent must be a number, e.g. 3, not '3%'",
+        ),
+        (lambda: pp.defense(None, Net(), THREAT), "unknown defence `None`; known are"),
+        (lambda: pp.defense("alarm", THREAT, Net()), "threat must be a pp.PatchThreat, .*, not Net"),
+        (lambda: pp.train(Net().requires_grad_(False), [(IMAGES[0], 0)]), "all parameters .* are frozen"),
+        (lambda: pp.Plan(epochs=1.5), "epochs must be a whole number, not 1.5"),
+        (lambda: pp.Plan(epochs=True), "epochs must be a whole number, not True"),
+        (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
+        (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number, not '0.1'"),
+        (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%' or '39px', not 39"),
+        (lambda: pp.AttackPlan(steps=1.5), "steps must be a whole number, not 1.5"),
         *(
             (lambda fill=fill: build(fill=fill), r"fill must be one number in \[0, 1\] per channel")
             for fill in (7, 0.5, "grey", (7, 7, 7), (float("nan"),) * 3)
@@ -155,6 +177,9 @@ def test_constructors_name_the_parameter():
     ):
         with pytest.raises(pp.InputError, match=words):
             make()
+    with pytest.raises(AttributeError, match="module 'patchproof' has no attribute 'certfy'"):
+        pp.certfy  # noqa: B018
+    assert pp.Plan(epochs=np.int64(3), learning_rate=np.float32(0.5)).epochs == 3, "numbers may be numpy's"
     filled = pp.certify(build(fill=torch.full((3,), 0.5)), [(IMAGES[0], 0)])
     assert filled.content["status"] == "complete", "numbers may come as a tensor"
 

@@ -853,6 +853,8 @@ def test_labels_match_by_name_and_without_names_by_number(small: ImageClassifier
         InputError, match=r"1 of the data set's 2 classes are not among the classifier's 10, e.g. zebra"
     ):
         match_labels(["a", "zebra"], small)
+    with pytest.raises(InputError, match=r"as the classifier does \(`french Horn` is its n03394916\)$"):
+        match_labels(["n01440764", "french Horn", "Fallschirm"], zoo)
     assert match_labels(["x", "y"], wrap()) == [0, 1]
     with pytest.raises(InputError, match="wrong number of classes: the data set has 3, the classifier 2"):
         match_labels(["x", "y", "z"], wrap())

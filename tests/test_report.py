@@ -525,6 +525,8 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     write_run(tmp_path / "runs" / "one", manifest(count=3), random_records(3))
     assert command(["report", "runs"]) == 2
     assert "it has 1 run inside, e.g. runs/one" in " ".join(capsys.readouterr().err.split())
+    assert command(["report", "runs/one", "--baseline", "elsewhere"]) == 2
+    assert "--baseline needs several certifications to compare, and there is one" in capsys.readouterr().err
     assert command(["report"]) == 2
     (tmp_path / "empty" / "manifest.json").write_text(
         json.dumps(sealed({"command": "predict", "identity": {}, "schema": 1}))

@@ -16,7 +16,10 @@ def __getattr__(name: str) -> Any:
 
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("patchproof._public"), name)
+    try:
+        return getattr(import_module("patchproof._public"), name)
+    except AttributeError as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
 
 
 def __dir__() -> list[str]:

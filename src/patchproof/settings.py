@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from patchproof.types import InputError, Precision, PrecisionChoice, require_one_of
@@ -19,6 +20,15 @@ Ablation = Literal["column", "row", "block"]
 Certificate = Literal["count", "exact"]
 GutoutTarget = Literal["predicted", "label"]
 Upsampling = Literal["bilinear", "bicubic", "nearest"]
+
+
+def require_numbers(settings: object, whole: Iterable[str], real: Iterable[str]) -> None:
+    """Refuse text, truth values, and fractions of what is counted; None is a default."""
+    for names, kind, words in ((whole, Integral, "a whole number"), (real, Real, "a number")):
+        for name in names:
+            value = getattr(settings, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise InputError(f"{name} must be {words}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +178,7 @@ class AttackPlan:
     """For the noise that patches start from."""
 
     def __post_init__(self) -> None:
+        require_numbers(self, ("steps", "restarts", "places", "seed"), ("step_size",))
         for name in ("steps", "restarts", "places"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -260,6 +271,10 @@ class TrainingSettings:
             require_one_of(name, getattr(self, name), get_args(allowed))
         require_one_of("precision", self.precision, get_args(Precision))
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
+        whole = ("epochs", "batch_size", "validation_images", "seed", "views", "accumulate", "memory_refresh")
+        require_numbers(self, whole, (*floats, "teacher_weight"))
+        if not isinstance(self.mask_patch, str):
+            raise InputError(f"mask_patch must be text, e.g. '3%' or '39px', not {self.mask_patch!r}")
         names = get_args(LossName)
         rules = (
             ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),

@@ -20,7 +20,7 @@ Size = tuple[int, int]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-PrecisionChoice = Precision | Literal["auto"]
+PrecisionChoice = Literal["fp32", "tf32", "bf16", "fp16", "auto"]
 
 
 class PatchproofError(Exception):
@@ -83,6 +83,9 @@ class Preprocessing:
 
 
 def require_free(folder: Path, *, resume: bool) -> None:
-    """Refuse a folder with a run in it that is not to be resumed."""
+    """Refuse a folder that cannot be made, or with a run in it that is not to be resumed."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    if there is not None and not there.is_dir():
+        raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
     if not resume and (folder / "manifest.json").exists():
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")

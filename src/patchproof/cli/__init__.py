@@ -15,13 +15,21 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError, default_name_transform
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    Token,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    default_name_transform,
+)
 from cyclopts.config import Dict
 from rich.markup import escape
 
 from patchproof.cli._allocator import keep_freed_memory
 from patchproof.cli._commands import COMMANDS
-from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, group_of, with_defense
+from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, commands_with, group_of, with_defense
 from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.cli._stop import STOP
@@ -74,11 +82,16 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
 
     @wraps(command)
     def call(*values: Any, settings: Any = last.default) -> int:
-        output = getattr(settings, "output", None)
-        if output is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        output, main = getattr(settings, "output", None), os.environ.get("LOCAL_RANK", "0") == "0"
+        if output is not None and main:
             may_be = getattr(settings, "resume", True) or settings.dry_run
             require_free(output, resume=may_be)  # before the seconds of an import
-        if "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
+        named = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        for path in (one for one in named if isinstance(one, Path) and one != Path(STANDARD_INPUT)):
+            if not (path.exists() or str(path).startswith("~")):
+                what = "image or folder" if command.__name__ == "predict" else "folder"
+                raise InputError(f"no such {what}: {path}")
+        if main and "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
             Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
         return command(*values, *[None] * (len(places) - len(values)), settings)
 
@@ -142,7 +155,13 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
     if isinstance(error, UnknownOptionError):
         flag = str(error.token.keyword or error.token.value).split("=")[0].removeprefix("--").replace("-", "_")
         owners = [n for n, o in DEFENSE_OPTIONS.items() if flag in {FLAGS.get(f.name, f.name) for f in fields(o)}]
-        return 2, str(error) + (f" It is for the defence {', '.join(owners)}." if owners else "")
+        if owners or (verbs := commands_with(flag)):
+            whose = f"the defence {', '.join(owners)}" if owners else f"the command {', '.join(verbs)}"
+            return 2, f"Unknown option: --{flag.replace('_', '-')}. It is for {whose}."
+        return 2, str(error)
+    if isinstance(error, UnusedCliTokensError):
+        unused = " ".join(error.unused_tokens or ())
+        return 2, f"unexpected argument: {unused}; see `patchproof {' '.join(command)} --help`"
     if isinstance(error, CycloptsError):
         return 2, str(error)
     if isinstance(error, PatchproofError):

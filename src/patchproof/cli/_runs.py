@@ -59,7 +59,7 @@ from patchproof.data import BadImageError, ImageSource, decode, open_dataset, sp
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
-from patchproof.models import EMBEDDED, architecture_of, replace_head
+from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
@@ -126,6 +126,7 @@ def certified(command: str, settings: Any, bar: RunBar, executor: Executor | Non
         source = open_source(settings)
         folder = run_folder(command, settings, source)
         defense = open_defense(settings, source)
+        match_labels(source.class_names, defense.classifier)  # before minutes are spent or estimated
         count, cost = len(spread_indices(source, settings.limit)), None
         steps = sum(one.steps * one.restarts * one.places for one in plan)
         if settings.dry_run or count * (defense.most_passes + PASSES_PER_STEP * steps) > PASSES_WORTH_A_WORD:
@@ -227,6 +228,8 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
             if getattr(settings, name, None) != getattr(type(settings), name, None):
                 raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
         return runs.defense_like(run, classifier)
+    if settings.threat_space == "input":  # what is wrong with the flags is no fault of the images
+        build_defense(settings, classifier, low_resolution=False)
     engine = None
 
     @cache
@@ -333,6 +336,8 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
     if settings.dry_run:
+        if accelerator.is_main_process:
+            console.print("timing a few steps", highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
             sys.stdout.write((json.dumps(asdict(cost)) if settings.json else training_cost_words(cost)) + "\n")
@@ -407,9 +412,9 @@ def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSou
     train, chosen, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
     same = held_out.listing_sha256() == tested.listing_sha256()
     overlap = "; these are also the images that certify tests: checkpoint-best is not independent of them"
-    return (
-        f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else f'; {test} is left to test'}"
-    )
+    learned = "; certify tests the images it learns from, unless it is given another --split"
+    left = learned if source.listing_sha256() == tested.listing_sha256() else f"; {test} is left to test"
+    return f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else left}"
 
 
 def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> None:

@@ -52,8 +52,8 @@ class ModelSettings:
     a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
-    `random`; default: what the model is known to have, without a model the embedded demonstration network. Several
-    with commas are an ensemble, which answers by the mean of their probabilities."""
+    `random`; default: what the model is known to have, without a model (but to `train`) the embedded demonstration
+    network. Several with commas are an ensemble, which answers by the mean of their probabilities."""
     mirror: bool = False
     """Average the network with its answer for the mirrored image: twice the passes."""
     drop_tokens: bool = False
@@ -307,3 +307,8 @@ SETTINGS: dict[str, type[Any]] = {
     "doctor": DoctorSettings,
 }
 """Commands and their settings."""
+
+
+def commands_with(name: str) -> list[str]:
+    """The commands that have a setting of this name, as flags and files spell it."""
+    return [verb for verb, kind in SETTINGS.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)}]

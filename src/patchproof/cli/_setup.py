@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from patchproof.cli._settings import BenchSettings, CertifySettings, DataSettings, ModelSettings, part
-from patchproof.data import ImageSource, open_dataset
+from patchproof.data import ImageSource, open_dataset, require_workers
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
@@ -48,7 +48,10 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
         return named_network(replace(settings, weights=names[0]))[0], ",".join(names)
     model = settings.model or architecture_of(str(settings.weights))
     if model is None:
-        last = Path(str(settings.weights)).expanduser() / "checkpoint-last"
+        path = Path(str(settings.weights)).expanduser()
+        if not path.exists() and len(path.parts) > 1 and not path.suffix:
+            raise InputError(f"no such checkpoint folder: {path}; if it names other weights, say for which --model")
+        last = path / "checkpoint-last"
         hint = f"did you mean {last}?" if last.is_dir() else "name the network it is for with --model"
         raise InputError(f"{settings.weights} is no checkpoint folder; {hint}")
     weights = settings.weights or known_weights(model)
@@ -77,8 +80,7 @@ def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None =
 
 
 def open_source(settings: DataSettings) -> ImageSource:
-    if settings.workers is not None and settings.workers < 1:
-        raise InputError(f"workers must be at least 1, not {settings.workers}")
+    require_workers(settings.workers)
     return open_dataset(settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download)
 
 
@@ -138,5 +140,7 @@ def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
         others = ("target", "place_search", "step_size", "only_certified", "seed")
         changed = [other for other in others if getattr(plan, other) != getattr(plain, other)]
         name += "".join(f"-{other}-{getattr(plan, other)}" for other in changed)
+    name += f"-{settings.image_size}px" if settings.image_size else ""
+    name += f"-{settings.split}" if settings.split else ""
     name += f"-{settings.limit}images" if settings.limit else ""
     return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)

@@ -185,9 +185,10 @@ class Bar:
 
 
 def clock(seconds: float) -> str:
-    """0:07:32."""
+    """0:07:32; from two days on, `88 days`."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    days = minutes / 60 / 24
+    return f"{days:,.0f} days" if days >= 2 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class RunBar(Bar):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from patchproof.cli._settings import FLAGS
+from patchproof.cli._settings import FLAGS, commands_with
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
@@ -26,6 +26,7 @@ PHRASES = {
     "continued: patches was": "continued: --patches differs: patches was",
     "continued: masks was": "continued: --masks differs: masks was",
     "continued: images was": "continued: --limit or the data differ: images was",
+    'load_classifier("bagnet9", weights)': "--model bagnet9",
     "remove it, or pass skip_bad=True": "remove it and begin again, or continue with --resume --skip-bad",
     "in another folder": "with another --output",
     "another folder": "another --output",
@@ -76,6 +77,8 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
         if name not in types:
             near = difflib.get_close_matches(name, types, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(types)}"
+            if verbs := commands_with(name):
+                hint = f"it is for the command {', '.join(verbs)}"
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
         if not isinstance(value, str | int | float):
             raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
@@ -84,6 +87,8 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
         whole = types[name] in ("int", "int | None")
         if whole and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{path}: `{name}` must be a whole number, not {value!r}")
+        if types[name] == "bool" and not isinstance(value, bool):
+            raise InputError(f"{path}: `{name}` must be true or false, not {value!r}")
     return dict(values)
 
 
@@ -109,6 +114,8 @@ def in_flags(message: str, kind: type[Any] | None) -> str:
 def find_flag(tokens: Sequence[str], flag: str) -> str | None:
     """The value of a flag that has to be known before the others are read."""
     for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        if token == flag and not following:
+            raise InputError(f"{flag} requires an argument")
         if token == flag:
             return following
         if token.startswith(f"{flag}="):

@@ -69,8 +69,12 @@ def defense_words(entry: DefenseEntry) -> str:
 
 def recipes_table(pattern: str) -> Table:
     """One row per recipe, with the certified accuracies that the paper reports for it."""
-    caption = "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks, or of the defence that the recipe names"
+    caption = (
+        "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks, or of the defence that the recipe names; "
+        "`first`: train that recipe before, and pass its checkpoint as --weights"
+    )
     table = new_table("recipe", "tables", "patch: 3×3 / 6×6", caption=caption)
+    table.columns[0].no_wrap = True  # a name is there to be copied
     found = matching_recipes(pattern)
     if not found:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
@@ -81,7 +85,8 @@ def recipes_table(pattern: str) -> Table:
         words = "   ".join(f"{p}: {cells.get((p, 3), '-')} / {cells.get((p, 6), '-')}" for p in patches)
         if recipe.defense != "patchcleanser":
             words = "   ".join(f"{e.patch}: {e.certified}" for e in recipe.expectations)
-        table.add_row(recipe.name, tables, words)
+        first = f"first {recipe.start}" if recipe.start else ""
+        table.add_row(recipe.name, tables, "   ".join(filter(None, (words, first))))
     return table
 
 

@@ -12,6 +12,7 @@ from patchproof.data._loading import (
     iterate_batches,
     load_groups,
     preprocess,
+    require_workers,
     spread_indices,
 )
 from patchproof.data._named import DATASETS, open_dataset
@@ -48,6 +49,7 @@ __all__ = [
     "open_dataset",
     "preprocess",
     "reading",
+    "require_workers",
     "spread_indices",
     "to_rgb",
     "unit_floats",

@@ -165,8 +165,7 @@ def load_groups(
 
     `kept` holds what was decoded before, and gets what is decoded now.
     """
-    if workers < 1:
-        raise InputError(f"workers must be at least 1, not {workers}")
+    require_workers(workers)
 
     def load(index: int) -> Tensor:
         image = source.load(index)
@@ -198,18 +197,27 @@ def load_groups(
         labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
         return Batch(good, images, labels, list(bad.values()))
 
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-    queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
-    try:
-        for group in groups:
-            unknown = group if kept is None else kept.unknown(group)
-            queue.append((group, {index: pool.submit(load, index) for index in unknown}))
-            if len(queue) > ahead:
+    def batches() -> Iterator[Batch]:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
+        queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
+        try:
+            for group in groups:
+                unknown = group if kept is None else kept.unknown(group)
+                queue.append((group, {index: pool.submit(load, index) for index in unknown}))
+                if len(queue) > ahead:
+                    yield collect(*queue.popleft())
+            while queue:
                 yield collect(*queue.popleft())
-        while queue:
-            yield collect(*queue.popleft())
-    finally:
-        pool.shutdown(cancel_futures=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return batches()
+
+
+def require_workers(workers: int | None) -> None:
+    """Refuse a number of threads that cannot decode; None stands for the default."""
+    if workers is not None and not (isinstance(workers, int) and workers >= 1):
+        raise InputError(f"workers must be at least 1, not {workers}")
 
 
 class Decoded:

@@ -301,5 +301,6 @@ def unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
         raise ValueError(f"{kind_of(image)}, expected floats in [0, 1] (channels, height, width); divide bytes by 255")
     low, high = torch.stack(image.aminmax()).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails both
-        raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1; divide bytes by 255")
+        mend = "leave normalisation to the classifier" if low < 0 else "divide bytes by 255"
+        raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1" + (f"; {mend}" if low == low else ""))
     return image.detach().to("cpu", torch.float32)

@@ -25,7 +25,7 @@ from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two
 from patchproof.defenses.smoothing import DerandomizedSmoothing, PatchGuardSmoothing, SmoothedViT
 from patchproof.geometry import PatchThreat
 from patchproof.masking import Engine
-from patchproof.types import Classifier, InputError
+from patchproof.types import Classifier, InputError, kind_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def defense(
 ) -> Any:
     """The defence of that name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
     if name not in DEFENSES:
-        near = difflib.get_close_matches(name, DEFENSES, n=1)
+        near = difflib.get_close_matches(str(name), DEFENSES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(DEFENSES)}"
         raise InputError(f"unknown defence `{name}`; {hint}")
     entry = DEFENSES[name]
@@ -80,6 +80,8 @@ def defense(
     unknown = [option for option in options if option not in known]
     if unknown:
         raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
+    if not isinstance(threat, PatchThreat):
+        raise InputError(f"threat must be a pp.PatchThreat, e.g. PatchThreat.square(…), not {kind_of(threat)}")
     if threat.patches > getattr(entry.kind, "most_patches", 1):
         raise InputError(f"the defence `{name}` is for one patch, the threat has patches={threat.patches}")
     return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))

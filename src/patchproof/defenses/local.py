@@ -121,7 +121,7 @@ class LocalDefense:
             kind = getattr(self.classifier, "architecture", type(self.classifier).__name__)
             raise InputError(
                 f"{self.name} needs a classifier with `local_logits` and `receptive_field`, which {kind} lacks; "
-                'e.g. load_classifier("bagnet9")'
+                'e.g. load_classifier("bagnet9", weights)'
             )
         require_one_patch(self.name, self.threat)
         if self.engine.precision not in ("fp32", "auto"):

@@ -62,6 +62,7 @@ class ExplorerPage:
         notices = "".join(draw.message(text, kind="note") for text in explorer.notices)
         with gr.Blocks(title="patchproof explore", analytics_enabled=False) as self.blocks:
             self.shown = gr.State(None)
+            self.last = gr.State(None)  # what was shown before a kind without images was chosen: its patch comes back
             gr.HTML(f'<div class="pp-head"><h1>patchproof</h1><p>{draw.escaped(explorer.title)}</p></div>{notices}')
             for left, right in ((self.image_section, self.table_section), (self.patch_section, self.answer_section)):
                 with gr.Row():
@@ -139,9 +140,9 @@ class ExplorerPage:
     def connect(self) -> None:
         shown, where = self.shown, [self.shown, self.kind, self.number]
         for listener, handler, given in (
-            (self.blocks.load, self.of_kind, [shown, self.kind]),
-            (self.cards.click, self.picked, [shown]),
-            (self.own.upload, self.dropped, [shown, self.own]),
+            (self.blocks.load, self.of_kind, [shown, self.kind, self.last]),
+            (self.cards.click, self.picked, [shown, self.last]),
+            (self.own.upload, self.dropped, [shown, self.own, self.last]),
         ):
             done = self.on(listener, handler, given, busy=self.verdict, **CLASSIFIER)
             # The cards mark the image that is shown. They are drawn once it is, for the kind and page chosen by then.
@@ -149,7 +150,7 @@ class ExplorerPage:
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
             self.on(listener, lambda event, *now, by=by: self.turned(event, *now, by=by), where, **CARDS)
         filtered = self.on(self.kind.input, self.turned, where[:2], trigger_mode="always_last", **CARDS)
-        done = self.on(filtered.then, self.of_kind, [shown, self.kind], busy=self.verdict, **CLASSIFIER)
+        done = self.on(filtered.then, self.of_kind, [shown, self.kind, self.last], busy=self.verdict, **CLASSIFIER)
         self.on(done.then, self.turned, where, **CARDS)
         self.on(self.table.click, self.clicked, [shown])
         for slider in (self.first, self.second):
@@ -180,8 +181,8 @@ class ExplorerPage:
             return self.gr.skip()
 
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
-        outputs = [self.shown, self.cards, self.number, self.verdict, self.table, self.first, self.second, self.copy]
-        outputs += [self.stage, self.top, self.left, self.file, self.steps, self.answer, self.rounds]
+        outputs = [self.shown, self.last, self.cards, self.number, self.verdict, self.table, self.first, self.second]
+        outputs += [self.copy, self.stage, self.top, self.left, self.file, self.steps, self.answer, self.rounds]
         busy = options.pop("busy", None)
         progress = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
         return listener(speaking, inputs, outputs, api_visibility="private", **progress, **options)
@@ -212,26 +213,26 @@ class ExplorerPage:
             self.rounds: draw.rounds_view(explorer, patched, rounds),
         }
 
-    def picked(self, event: Any, shown: Selection | None) -> Changes:
+    def picked(self, event: Any, shown: Selection | None, last: Selection | None = None) -> Changes:
         found = [record for record in self.explorer.records if str(record.index) == event.pick]
-        return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
+        return self.of_image(self.explorer.pick(found[0], shown or last)) if found else {}
 
-    def of_kind(self, event: Any, shown: Selection | None, kind: str) -> Changes:
+    def of_kind(self, event: Any, shown: Selection | None, kind: str, last: Selection | None = None) -> Changes:
         """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already;
         of a kind without images none."""
         records = self.explorer.of_kind(kind)
         if shown is not None and shown.index in {None, *(record.index for record in records)}:
             return {}
         if records:
-            return self.of_image(self.explorer.pick(records[0], shown))
+            return self.of_image(self.explorer.pick(records[0], shown or last))
         if shown is None:
             return {}
         empty = dict.fromkeys((self.table, self.copy, self.stage, self.answer, self.rounds), "")
         none = draw.message("No image is of this kind; choose another kind, or drop in an image of your own.")
-        return {self.shown: None, self.verdict: none, **empty}
+        return {self.shown: None, self.last: shown, self.verdict: none, **empty}
 
-    def dropped(self, event: Any, shown: Selection | None, file: str | None) -> Changes:
-        return {} if file is None else self.of_image(self.explorer.own(Path(file), shown))
+    def dropped(self, event: Any, shown: Selection | None, file: str | None, last: Selection | None = None) -> Changes:
+        return {} if file is None else self.of_image(self.explorer.own(Path(file), shown or last))
 
     def turned(self, event: Any, shown: Selection | None, kind: str, number: float = 1, *, by: int = 0) -> Changes:
         """A page of the images of this kind, the nearest one that there is."""

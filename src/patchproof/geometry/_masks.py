@@ -76,6 +76,8 @@ def whole_size(size: Sequence[int], name: str = "a size") -> Size:
 
 def square_side(percent: float, image_size: Size) -> int:
     """The smallest s with s² ≥ percent/100 · H·W, in exact arithmetic: 1/2/3% = 23/32/39 at 224."""
+    if isinstance(percent, str):
+        raise InputError(f"percent must be a number, e.g. 3, not {percent!r}")
     if not 0 < percent <= 100:
         raise InputError(f"a patch covers more than 0 and at most 100 percent of the image, not {percent:g}")
     area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100
@@ -102,7 +104,8 @@ def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
         elif pixels:
             sizes.append((int(pixels[1]), int(pixels[2] or pixels[1])))
         else:
-            raise InputError(f"a patch looks like 3%, 39px or 20x60px, not `{part}`")
+            among = f" in `{text}`" if part != text else ""
+            raise InputError(f"a patch looks like 3%, 39px or 20x60px, not `{part}`{among}")
     return tuple(sizes)
 
 

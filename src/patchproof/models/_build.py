@@ -35,6 +35,8 @@ def split_name(model: str) -> tuple[str, str]:
     import timm
     from timm.models import get_deprecated_models
 
+    if model.endswith(".py"):
+        raise InputError(f"{model} is a file: name the function in it that returns the network too, e.g. {model}:build")
     name, _, tag = model.partition(".")
     name, _, successor_tag = (get_deprecated_models().get(name) or name).partition(".")
     if not timm.is_model(name):

@@ -315,6 +315,8 @@ def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> 
 
     Where one of the two has no class names, the classes are matched by their position.
     """
+    from patchproof.models._build import wordnet_words  # which builds on this module
+
     names, known = dataset_class_names, getattr(classifier, "class_names", None)
     count = getattr(classifier, "num_classes", None)
     if not names:
@@ -330,9 +332,12 @@ def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> 
     unknown = [name for name in names if name not in index]
     if unknown:
         unused = [name for name in known if name not in set(names)]
+        words = {(wordnet_words(name) or "").lower(): name for name in reversed(unused)}
+        meant = ", ".join([f"`{name}` is its {words[name.lower()]}" for name in unknown if name.lower() in words][:3])
         raise InputError(
             f"{len(unknown)} of the data set's {len(names)} classes are not among the classifier's {len(known)}, "
             f"e.g. {', '.join(unknown[:3])}; the classifier has {', '.join(unused[:3]) or 'no others'}; "
             "fine-tune it on this data set (`patchproof train`), or name the class folders as the classifier does"
+            + (f" ({meant})" if meant else "")
         )
     return [index[name] for name in names]

@@ -173,6 +173,7 @@ def _find(request: _Request) -> ImageClassifier:
         return _from_hub(request)
     near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
     listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
+    listed += "`zoo`, " if model in ZOO else ""
     raise InputError(
         f"unknown weights {weights!r} for {model}: expected `random`, {listed}a hub id (org/name), "
         f"a file ({' '.join(SUFFIXES)}) or a checkpoint folder"

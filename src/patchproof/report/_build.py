@@ -185,6 +185,10 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     certified, trained = read_runs(folders)
     traced = _compare.trace(certified, trained)
     several = len(traced) > 1
+    if chosen.baseline is not None and not several:
+        raise InputError(
+            f"baseline needs several certifications to compare, and there is {'one' if traced else 'none'}"
+        )
     notices = [Notice("", text) for text in _compare.mixed_notices(traced)]
     notices += [Notice(run.name, text) for run in certified for text in _content.attack_notices(run)]
     every: list[StoredRun] = [*certified, *trained]

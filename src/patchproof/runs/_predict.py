@@ -96,6 +96,8 @@ def predict(
         require_defense(defense)
     if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
         raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")
+    if isinstance(images, Tensor) and images.ndim == 3:
+        raise InputError("images must be a sequence, not one image (c h w); for one image, [image]")
     views, answers = _Views(defense, preprocessing), Predictions()
     size = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
     with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:

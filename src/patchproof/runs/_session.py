@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.data import Batch, as_source, default_preprocessing, load_groups, spread_indices
+from patchproof.data import (
+    Batch,
+    as_source,
+    default_preprocessing,
+    load_groups,
+    require_workers,
+    spread_indices,
+)
 from patchproof.defenses import assess, device_of, require_defense
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
@@ -116,6 +123,9 @@ class Session:
 
     def __post_init__(self) -> None:
         require_defense(self.defense)
+        require_workers(self.workers)
+        if self.executor is not None and not hasattr(self.executor, "at_work"):
+            raise InputError(f"executor must be one of patchproof.runs.executors, or like them, not {self.executor!r}")
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)
@@ -375,7 +385,7 @@ class Session:
         if tally.done < planned:
             partial.append(f"{tally.done} of {planned} images are done; resume to continue")
         if bad:
-            partial.append(f"{bad} bad images were skipped")
+            partial.append(f"{bad} bad image{'s were' if bad > 1 else ' was'} skipped")
         if doubt is not None:
             partial.append(doubt)
         good = max(1, tally.good)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from patchproof.data import ImageSource, as_source, iterate_batches, spread_indices
+from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for, show
@@ -101,21 +101,27 @@ def train(
     takes its own GPU.
     """
     from patchproof.training.checkpoint import load_training, save_training
+    from patchproof.training.gradcam import named_layer
     from patchproof.training.loop import TrainingData, start_accelerator
 
     plan, source = Plan() if plan is None else plan, as_source(data)
     if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
         raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    if not any(parameter.requires_grad for parameter in classifier.parameters()):
+        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
+    require_workers(workers)
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
     path = None if folder is None else Path(folder)
     place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
     if place is not None:
         require_free(place.path, resume=resume)
     network = _as_image_classifier(classifier, source)
+    if plan.gutout_layer is not None:
+        named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
     rate = paper_learning_rate(network.architecture) if plan.learning_rate is None else plan.learning_rate
     training_data = TrainingData(
         source,

@@ -76,7 +76,8 @@ def named_layer(classifier: Any, name: str) -> nn.Module:
         return network.get_submodule(name)
     except AttributeError as error:
         known = [part for part, _ in network.named_modules() if part]
-        near = difflib.get_close_matches(name, known, n=1) or known[-1:]
+        maps = [part for part, module in network.named_modules() if isinstance(module, nn.Conv2d)]
+        near = difflib.get_close_matches(name, known, n=1) or maps[-1:] or known[-1:]
         raise InputError(f"the network has no layer `{name}`; e.g. `{near[0]}`") from error
 
 

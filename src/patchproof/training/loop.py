@@ -431,7 +431,8 @@ def _steps_per_epoch(classifier: nn.Module, plan: Plan, images: int, processes: 
     normalises = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in classifier.modules())
     if smallest < 2 and normalises and not plan.head_only:
         raise InputError(
-            "BatchNorm cannot learn from batches of one image; choose a larger batch_size, or a smaller accumulate"
+            "BatchNorm cannot learn from batches of one image; choose a larger batch_size, or a smaller number of "
+            "parts (accumulate)"
         )
     whole, rest = divmod(images, plan.batch_size)
     steps = whole + (rest >= 2 * processes)
