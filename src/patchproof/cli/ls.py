@@ -31,7 +31,8 @@ DATASET_WORDS = {
 }
 
 
-def ls(what: str, pattern: str, settings: LsSettings) -> int:
+def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
+    what, pattern = what or "runs", pattern or ""
     if what == "models":
         names = list_models(pattern)
         if not names:
