@@ -52,7 +52,6 @@ from patchproof.cli._show import (
     remarks_text,
     results_table,
     threat_words,
-    visible,
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
@@ -63,7 +62,7 @@ from patchproof.models import EMBEDDED, architecture_of, replace_head
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import CheckError, InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""

@@ -118,8 +118,6 @@ class EngineSettings(Engine):
     """How passes are computed; on a GPU in whatever is fastest."""
 
     precision: PrecisionChoice = "auto"
-    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
-    one that is fastest on this network and these images, on a CPU fp32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
     work lies ahead of a GPU; False never."""
@@ -172,10 +170,7 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     """Fine-tune on masked copies, validate and save after each epoch; a killed run goes on with --resume."""
 
     strategy: str = "greedy"
-    """Which masked copies to learn from (`patchproof ls strategies`)."""
     loss: str = "cross-entropy"
-    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
-    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     teacher: str | None = None
     """Checkpoint folder, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror
     averages them with those for the mirrored copies."""

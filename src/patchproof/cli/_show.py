@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from patchproof.types import visible
+
 if TYPE_CHECKING:
     from patchproof.runs import Rate, Record, Tally
     from patchproof.training.loop import StepReport, Trainer
@@ -47,11 +49,6 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
-
-
-def visible(text: str) -> str:
-    """`text` in characters that can be shown on one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def percent(rate: float) -> str:
