@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import logging
 import math
 import os
@@ -48,6 +47,7 @@ from patchproof.cli._show import (
     clock,
     new_table,
     percent,
+    print_json,
     print_table,
     remarks_text,
     results_table,
@@ -94,7 +94,7 @@ def evaluate(settings: CertifySettings) -> int:
     stdout, content = Console(), results.content
     broken = content.get("broken", ())
     if settings.json:
-        sys.stdout.write(json.dumps({"folder": str(results.folder), **content}) + "\n")
+        print_json({"folder": str(results.folder), **content})
         return 1 if broken else 0
     stdout.print(results_table(content, title=title))
     for reason in content["partial"]:
@@ -133,7 +133,7 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             bar.say("timing a few passes")
             cost = runs.estimate_cost(defense, count, plan)
         if cost is not None and settings.dry_run:
-            sys.stdout.write((json.dumps(asdict(cost)) if settings.json else cost_words(cost)) + "\n")
+            show_cost(cost, cost_words(cost), settings)
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
@@ -144,6 +144,13 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         if plan is None:
             return runs.certify(defense, source, **options), threat_words(source, defense)
         return runs.attack(defense, source, plan, on_step=bar.step, **options), threat_words(source, defense)
+
+
+def show_cost(cost: runs.Cost | runs.TrainingCost, words: str, settings: CertifySettings | TrainSettings) -> None:
+    if settings.json:
+        print_json(asdict(cost))
+    else:
+        sys.stdout.write(f"{words}\n")
 
 
 def cost_words(cost: runs.Cost) -> str:
@@ -186,7 +193,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
         if settings.json:
             values = asdict(answer)
             first = {name: values.pop(name) for name in ("path", "label", "name")}
-            sys.stdout.write(json.dumps(first | values.pop("remarks") | values, allow_nan=False) + "\n")
+            print_json(first | values.pop("remarks") | values)
 
     bar.begin(0, len(files))
     with bar.progress:
@@ -277,7 +284,7 @@ def train(settings: TrainSettings) -> int:
     if settings.dry_run:
         return 0
     if main and settings.json:
-        sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
+        print_json({"folder": str(folder), **results})
     elif main:
         best = results["best"]
         how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
@@ -327,7 +334,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
     if settings.dry_run:
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
-            sys.stdout.write((json.dumps(asdict(cost)) if settings.json else training_cost_words(cost)) + "\n")
+            show_cost(cost, training_cost_words(cost), settings)
         return folder, {}, accelerator.is_main_process
     bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
@@ -425,9 +432,7 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
         bar = RunBar(Console(stderr=True), "certify")
         results, title = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
         if settings.json:
-            sys.stdout.write(
-                json.dumps({"folder": str(results.folder), "paper": asdict(expected), **results.content}) + "\n"
-            )
+            print_json({"folder": str(results.folder), "paper": asdict(expected), **results.content})
             continue
         console.print(results_table(results.content, title=title))
         clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""

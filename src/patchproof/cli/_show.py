@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,6 +51,11 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
+
+
+def print_json(value: Any) -> None:
+    """One line for programs, on standard output."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def percent(rate: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from rich.markup import escape
 
 from patchproof.cli._settings import BenchSettings
 from patchproof.cli._setup import open_defense, open_source
-from patchproof.cli._show import Console, new_table, print_table
+from patchproof.cli._show import Console, new_table, print_json, print_table
 from patchproof.cli._sources import resolved
 from patchproof.cli._throughput import PEER_BATCH, Took, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
@@ -44,7 +43,7 @@ def bench(settings: BenchSettings) -> int:
     status = Console(stderr=True)
     measured = Bench(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
     if settings.json:
-        sys.stdout.write(json.dumps(measured) + "\n")
+        print_json(measured)
     else:
         show(measured, Console())
     if settings.output:
