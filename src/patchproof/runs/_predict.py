@@ -148,7 +148,7 @@ def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
 
 
 def ready_to_predict(defense: Any) -> Any:
-    """With a τ that is not from the images it will see; and hostile ones do not stop it."""
+    """The defence with a τ that is not from the images it will see, and that hostile ones do not stop."""
     if hasattr(defense, "with_engine") and not isinstance(defense.engine, Measured):
         measured = measure_on_generated(defense)
         defense = defense if measured is None else defense.with_engine(measured[0])
