@@ -1,4 +1,4 @@
-"""What it gains on a CPU to keep the memory that a pass frees, as the command line does (`cli/_allocator.py`).
+"""What it gains on a CPU to keep the memory that a pass frees, as the command line does (`cli/_process.py`).
 
     python benchmarks/allocator.py --output benchmarks/results/allocator-cpu.json
 

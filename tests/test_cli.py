@@ -23,9 +23,9 @@ import patchproof as pp
 from patchproof import __main__ as entry
 from patchproof import cli, runs
 from patchproof.cli import _setup, run
+from patchproof.cli._process import SIGNALS, Stop
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar, clock
-from patchproof.cli._stop import SIGNALS, Stop
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
@@ -739,7 +739,7 @@ class Interrupted(ModuleType):
 def test_freed_memory_is_kept_by_a_command():
     """A block as large as a network's activations is handed out by the system once, and not for every pass."""
     code = (
-        "import resource\nfrom patchproof.cli._allocator import keep_freed_memory\n"
+        "import resource\nfrom patchproof.cli._process import keep_freed_memory\n"
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "def passes():\n    before = faults()\n    for _ in range(8): bytearray(2**26)\n    return faults() - before\n"
         "default = passes()\nkeep_freed_memory()\nbytearray(2**26)\nprint(default, passes())"

@@ -122,7 +122,7 @@ def places_of(kept: dict, patches: int) -> tuple:
 def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
     kept = {"defended": torch.rand(3, 5, 5), "defended_place": torch.tensor([1, 2, 5, 5])}
     record = Record(3, "a.png", 1, True, True, False, 0.5, 9)
-    (done,) = Piece.load(Piece([Done(record, record.line(), kept=kept)], 8).dump()).images
+    (done,) = Piece.load(Piece([Done(record, kept=kept)], 8).dump()).images
     assert done.record == record
     assert set(done.kept) == set(kept)
     assert all(torch.equal(done.kept[name], tensor) for name, tensor in kept.items())

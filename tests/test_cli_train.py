@@ -58,8 +58,8 @@ def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatc
     assert "timing a few steps" in shown.err
     assert not Path("runs").exists()
     with monkeypatch.context() as slow:
-        slow.setattr("patchproof.runs._training_cost.ENOUGH_SECONDS", 0.0)
-        slow.setattr("patchproof.runs._training_cost.median", len)
+        slow.setattr("patchproof.runs._cost.ENOUGH_SECONDS", 0.0)
+        slow.setattr("patchproof.runs._cost.median", len)
         assert train(data, "--epochs", "50", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["seconds_per_step"] == 1, "where one takes that long, one is enough"
     monkeypatch.setattr(Memory, "saved", lambda self, epochs: 1e6)

@@ -34,7 +34,7 @@ from patchproof.models import load_checkpoint, load_classifier, save_checkpoint,
 from patchproof.models._files import read_state
 from patchproof.runs import Record, RunFolder, Tally, read_runs
 from patchproof.runs._manifest import stored_engine
-from patchproof.runs._train import TrainingLog
+from patchproof.runs._train import Progress, cut_log
 from patchproof.types import PatchproofError
 from test_cli import CLASSES, assert_one_line, class_folders, picture
 
@@ -398,7 +398,7 @@ def test_images_that_change_during_training_are_noticed(photos, tmp_path, capsys
     shutil.copytree(photos, tmp_path / "as they were")
     words = "train --dataset photos --validation val --epochs 1 --batch-size 6 --weights random --strategy none"
     words += " --device cpu --output t"
-    with during(TrainingLog, "add", lambda: CHANGES["replaced"](tmp_path / which)):
+    with during(Progress, "add", lambda: CHANGES["replaced"](tmp_path / which)):
         refused(capsys, "the data set changed during the run", *words.split(), codes=(1,))
     assert not (tmp_path / "t" / "results.json").exists()
     put_back(tmp_path / "as they were", tmp_path / which)
@@ -626,6 +626,6 @@ def test_fuzzed_logs(tmp_path, fuzz):
     def read(content: bytes) -> None:
         (tmp_path / "log.jsonl").write_bytes(content + b"\n")
         tolerated(lambda: read_runs([tmp_path]))
-        TrainingLog(tmp_path / "log.jsonl").cut_after(5)
+        cut_log(tmp_path / "log.jsonl", 5)
 
     fuzz("logs", changed_json(line) | edits.map(lambda e: edited(3 * (json.dumps(line) + "\n").encode(), e)), read)

@@ -197,8 +197,8 @@ class TrainingSettings:
     strategy: Any = "greedy"
     """Which masked copies to learn from (`patchproof ls strategies`)."""
     loss: Any = "cross-entropy"
-    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a smooth
-    hinge on the margins of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
+    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
+    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     memory_tries: str = "2"
     """Of `memory`: how many masks are tried again in each of the four rounds; `2,2,2,1` gives each its own number, and
     a last one of 1 takes no pass."""
@@ -261,15 +261,9 @@ class TrainingSettings:
     them: some seconds at the start, faster steps after. What the network's forward pass does in Python happens once."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("schedule", Schedule),
-            ("optimizer", Optimizer),
-            ("augment", Augmentation),
-            ("gutout_target", GutoutTarget),
-            ("gutout_upsampling", Upsampling),
-        ):
+        choices = {"schedule": Schedule, "optimizer": Optimizer, "augment": Augmentation, "precision": Precision}
+        for name, allowed in {**choices, "gutout_target": GutoutTarget, "gutout_upsampling": Upsampling}.items():
             require_one_of(name, getattr(self, name), get_args(allowed))
-        require_one_of("precision", self.precision, get_args(Precision))
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
         whole = ("epochs", "batch_size", "validation_images", "seed", "views", "accumulate", "memory_refresh")
         require_numbers(self, whole, (*floats, "teacher_weight"))

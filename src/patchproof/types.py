@@ -53,6 +53,11 @@ def kind_of(value: Any) -> str:
     return f"{owner}{value.dtype} of {tuple(value.shape)}"
 
 
+def visible(text: str) -> str:
+    """`text` on one line, in characters that can be written and shown; others become \\x1b or \\udcff."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """How an image of any size becomes the network input: resize, then crop the centre.

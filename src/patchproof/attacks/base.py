@@ -9,7 +9,7 @@ import hashlib
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -58,10 +58,6 @@ class Attacked(Patched):
     labels: Int64[Tensor, " b"]
     predictions: Int64[Tensor, " b"]
     broken: Bool[Tensor, " b"]
-
-    def __getitem__(self, row: int) -> Attacked:
-        """One image, as a batch of one."""
-        return Attacked(*(getattr(self, f.name)[row : row + 1] for f in fields(self)))
 
 
 class Attack(ABC):

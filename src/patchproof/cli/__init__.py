@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import logging
@@ -11,7 +12,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +28,19 @@ from cyclopts import (
 from cyclopts.config import Dict
 from rich.markup import escape
 
-from patchproof.cli._allocator import keep_freed_memory
-from patchproof.cli._commands import COMMANDS
-from patchproof.cli._settings import FLAGS, SETTINGS, TrainSettings, commands_with, group_of, with_defense
+from patchproof.cli._process import STOP, keep_freed_memory
+from patchproof.cli._settings import (
+    ARGUMENTS,
+    COMMANDS,
+    FLAGS,
+    SETTINGS,
+    TrainSettings,
+    commands_with,
+    group_of,
+    with_defense,
+)
 from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
-from patchproof.cli._stop import STOP
 from patchproof.recipes import find_recipe
 from patchproof.settings import DEFENSE_OPTIONS
 from patchproof.types import InputError, PatchproofError, require_free
@@ -52,35 +60,35 @@ def build_app(kinds: Mapping[str, type[Any]] = SETTINGS) -> App:
             negative=(), name_transform=lambda name: FLAGS.get(name) or default_name_transform(name)
         ),
     )
-    for command in COMMANDS:
-        kind: Any = kinds.get(command.__name__)
+    for name in kinds:
+        kind: Any = kinds[name]
         if kinds is SETTINGS and hasattr(kind, "defense"):
             kind = with_defense(kind, kind.defense)
-        app.command(taking(command, kind), name=command.__name__)
+        app.command(taking(name, kind), name=name)
     app.register_install_completion_command(help="Install completion for your shell (bash, zsh, fish), once.")
     return app
 
 
 @cache
-def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
+def taking(command: str, kind: type[Any]) -> Callable[..., int]:
     """The command with its settings as flags; what comes before them are its arguments."""
     hints = typing.get_type_hints(kind)  # fields come from modules with names of their own
-    whole = {name: hint for name, hint in hints.items() if int in (hint, *typing.get_args(hint))}
     for name, hint in hints.items():
-        converter = whole_number if name in whole else None
+        converter = whole_number if int in (hint, *typing.get_args(hint)) else None
         default = False if hint is bool else None  # "default: False" would suggest that a switch takes a value
         group = group_of(kind, name)
         hints[name] = Annotated[hint, Parameter(group=group, converter=converter, show_default=default)]
     kind.__init__.__annotations__ = kind.__annotations__ = hints
-    signature = inspect.signature(command, eval_str=True)
-    *places, last = signature.parameters.values()
-    places = [place.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for place in places]
-    optional = [type(None) in typing.get_args(place.annotation) for place in places]
-    places = [place.replace(default=None) if may else place for place, may in zip(places, optional, strict=True)]
-    flags = Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
-    last = last.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=kind(), annotation=flags)
+    parameters = []
+    for name, (hint, words) in ARGUMENTS.get(command, {}).items():
+        missing = None if type(None) in typing.get_args(hint) else inspect.Parameter.empty
+        hint = Annotated[hint, Parameter(help=words)]
+        place = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, default=missing, annotation=hint)
+        parameters.append(place)
+    places, flags = len(parameters), Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
+    last = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=kind(), annotation=flags)
+    parameters.append(last)
 
-    @wraps(command)
     def call(*values: Any, settings: Any = last.default) -> int:
         output, main = getattr(settings, "output", None), os.environ.get("LOCAL_RANK", "0") == "0"
         if output is not None and main:
@@ -89,14 +97,15 @@ def taking(command: Callable[..., int], kind: type[Any]) -> Callable[..., int]:
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
         for path in (one for one in named if isinstance(one, Path) and one != Path(STANDARD_INPUT)):
             if not (path.exists() or str(path).startswith("~")):
-                what = "image or folder" if command.__name__ == "predict" else "folder"
-                raise InputError(f"no such {what}: {path}")
+                raise InputError(f"no such {'image or folder' if command == 'predict' else 'folder'}: {path}")
         if main and "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
-            Console(stderr=True, highlight=False).print(f"[dim]{command.__name__}: loading PyTorch[/]")
-        return command(*values, *[None] * (len(places) - len(values)), settings)
+            Console(stderr=True, highlight=False).print(f"[dim]{command}: loading PyTorch[/]")
+        module, _, function = COMMANDS[command][1].partition(":")
+        does = getattr(importlib.import_module(f"patchproof.cli.{module}"), function)
+        return does(*values, *[None] * (places - len(values)), settings)
 
-    call.__signature__ = signature.replace(parameters=[*places, last])  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*places, last)}
+    call.__doc__, call.__signature__ = kind.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 import logging
 import math
 import os
@@ -22,6 +21,7 @@ from rich.markup import escape
 
 from patchproof import runs
 from patchproof.attacks import AttackPlan
+from patchproof.cli._process import STOP
 from patchproof.cli._settings import (
     CertifySettings,
     PredictSettings,
@@ -47,14 +47,13 @@ from patchproof.cli._show import (
     clock,
     new_table,
     percent,
+    print_json,
     print_table,
     remarks_text,
     results_table,
     threat_words,
-    visible,
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
-from patchproof.cli._stop import STOP
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, size_words
@@ -63,7 +62,7 @@ from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_h
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import CheckError, InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
 
 SECONDS_FOR_MAIN = 3.0
 """What is wrong for every process is said by the main one; the launcher then ends the others before they say it too."""
@@ -80,10 +79,12 @@ PROMISE = (
 )
 
 
-def evaluate(command: str, settings: Any) -> int:
-    executor, bar = runs.launched(), RunBar(Console(stderr=True), command, shown=not runs.local_rank())
+def evaluate(settings: CertifySettings) -> int:
+    """`certify`, or with the settings of an attack `attack`."""
+    attack, executor = isinstance(settings, AttackPlan), runs.launched()
+    bar = RunBar(Console(stderr=True), "attack" if attack else "certify", shown=not runs.local_rank())
     try:
-        results, title = certified(command, settings, bar)
+        results, title = certified(settings, bar)
     except PatchproofError:
         if executor.rank:
             time.sleep(SECONDS_FOR_MAIN)
@@ -91,9 +92,10 @@ def evaluate(command: str, settings: Any) -> int:
     if executor.rank or results is None:
         return 0
     stdout, content = Console(), results.content
+    broken = content.get("broken", ())
     if settings.json:
-        sys.stdout.write(json.dumps({"folder": str(results.folder), **content}) + "\n")
-        return 1 if content.get("broken") else 0
+        print_json({"folder": str(results.folder), **content})
+        return 1 if broken else 0
     stdout.print(results_table(content, title=title))
     for reason in content["partial"]:
         stdout.print(f"[yellow]partial:[/] {escape(in_flags(reason, None))}")
@@ -101,13 +103,12 @@ def evaluate(command: str, settings: Any) -> int:
     shares = [f"{count / max(1, cost['forwards']):.1%} in {step}" for step, count in steps.items()]
     again = f", labels decided again: {' and '.join(shares)}" if shares else ""
     stdout.print(f"{cost['forwards_per_image']:.1f} masked passes per image{again}, {cost['seconds']:.0f} s")
-    if command == "attack":
+    if attack:
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
     unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
     if unfit is not None:
         stdout.print(f"[yellow]note:[/] {escape(unfit)}", soft_wrap=True, highlight=False)
-    broken = content.get("broken", ())
     for index in broken:
         Console(stderr=True).print(
             f"[bold red]broken:[/] image {index} is certified and a patch changes its answer; image, patch and label "
@@ -117,42 +118,40 @@ def evaluate(command: str, settings: Any) -> int:
     return 1 if broken else 0
 
 
-def certified(command: str, settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
-    """The results of a certification or an attack, and what they are about."""
+def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
+    """The results of a certification or an attack, and what they are about; None where only the cost is asked for."""
     with bar.progress:
-        plan = (part(settings, AttackPlan),) if command == "attack" else ()
+        plan = part(settings, AttackPlan) if isinstance(settings, AttackPlan) else None
         model, weights = named_network(settings)
         settings = replace(settings, model=settings.model or (model if weights == EMBEDDED else None), weights=weights)
         source = open_source(settings)
-        folder = run_folder(command, settings, source)
+        folder = run_folder("certify" if plan is None else "attack", settings, source)
         defense = open_defense(settings, source)
         match_labels(source.class_names, defense.classifier)  # before minutes are spent or estimated
         count, cost = len(spread_indices(source, settings.limit)), None
-        steps = sum(one.steps * one.restarts * one.places for one in plan)
+        steps = 0 if plan is None else plan.steps * plan.restarts * plan.places
         if settings.dry_run or count * (defense.most_passes + PASSES_PER_STEP * steps) > PASSES_WORTH_A_WORD:
             bar.say("timing a few passes")
-            cost = runs.estimate_cost(defense, count, *plan)
+            cost = runs.estimate_cost(defense, count, plan)
         if cost is not None and settings.dry_run:
-            text = json.dumps(asdict(cost)) + "\n" if settings.json else f"{cost_words(cost)}\n"
-            sys.stdout.write(text)
+            show_cost(cost, cost_words(cost), settings)
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
         bar.say("measuring the margin that a label needs")
-        call: Any = runs.attack if plan else runs.certify
-        results = call(
-            defense,
-            source,
-            *plan,
-            folder=folder,
-            config=resolved(settings),
-            executor=executor,
-            on_start=bar.start,
-            on_record=bar.add,
-            **({"on_step": bar.step} if plan else {}),
-            **chosen(settings, "resume", "limit", "workers", "skip_bad"),
-        )
-    return results, threat_words(source, defense)
+        options: dict[str, Any] = chosen(settings, "resume", "limit", "workers", "skip_bad")
+        options |= {"folder": folder, "config": resolved(settings), "executor": executor}
+        options |= {"on_start": bar.start, "on_record": bar.add}
+        if plan is None:
+            return runs.certify(defense, source, **options), threat_words(source, defense)
+        return runs.attack(defense, source, plan, on_step=bar.step, **options), threat_words(source, defense)
+
+
+def show_cost(cost: runs.Cost | runs.TrainingCost, words: str, settings: CertifySettings | TrainSettings) -> None:
+    if settings.json:
+        print_json(asdict(cost))
+    else:
+        sys.stdout.write(f"{words}\n")
 
 
 def cost_words(cost: runs.Cost) -> str:
@@ -195,7 +194,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
         if settings.json:
             values = asdict(answer)
             first = {name: values.pop(name) for name in ("path", "label", "name")}
-            sys.stdout.write(json.dumps(first | values.pop("remarks") | values, allow_nan=False) + "\n")
+            print_json(first | values.pop("remarks") | values)
 
     bar.begin(0, len(files))
     with bar.progress:
@@ -288,7 +287,7 @@ def train(settings: TrainSettings) -> int:
     if settings.dry_run:
         return 0
     if main and settings.json:
-        sys.stdout.write(json.dumps({"folder": str(folder), **results}) + "\n")
+        print_json({"folder": str(folder), **results})
     elif main:
         best = results["best"]
         how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
@@ -340,7 +339,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
             console.print("timing a few steps", highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
-            sys.stdout.write((json.dumps(asdict(cost)) if settings.json else training_cost_words(cost)) + "\n")
+            show_cost(cost, training_cost_words(cost), settings)
         return folder, {}, accelerator.is_main_process
     bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
 
@@ -436,11 +435,9 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             "resume": True,
         }
         bar = RunBar(Console(stderr=True), "certify")
-        results, title = certified("certify", kind(**values), bar, runs.InProcess())  # the other processes have left
+        results, title = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
         if settings.json:
-            sys.stdout.write(
-                json.dumps({"folder": str(results.folder), "paper": asdict(expected), **results.content}) + "\n"
-            )
+            print_json({"folder": str(results.folder), "paper": asdict(expected), **results.content})
             continue
         console.print(results_table(results.content, title=title))
         clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""

@@ -1,8 +1,10 @@
-"""What each command can be told: one frozen dataclass per command, most of it the library's own."""
+"""The commands: one frozen dataclass per command, which says what it does and what it can be told; most of its fields
+are the library's own."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -116,8 +118,6 @@ class EngineSettings(Engine):
     """How passes are computed; on a GPU in whatever is fastest."""
 
     precision: PrecisionChoice = "auto"
-    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
-    one that is fastest on this network and these images, on a CPU fp32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
     work lies ahead of a GPU; False never."""
@@ -125,7 +125,7 @@ class EngineSettings(Engine):
 
 @dataclass(frozen=True, kw_only=True)
 class CertifySettings(CommonSettings, OutputSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
-    """`patchproof certify`."""
+    """Count the images that provably keep their label under any patch, and write one record for each."""
 
     dry_run: bool = False
     """Only estimate passes, time and memory, from a few timed passes; nothing is written."""
@@ -133,18 +133,20 @@ class CertifySettings(CommonSettings, OutputSettings, DataSettings, EngineSettin
 
 @dataclass(frozen=True, kw_only=True)
 class AttackSettings(AttackPlan, CertifySettings):
-    """`patchproof attack`."""
+    """Certify images and attack them with patches: accuracy under attack beside the provable one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings(CommonSettings, EngineSettings, ThreatSettings, ModelSettings):
+    """Answer image files, or all images below folders, through a defence, and say which answers are certified."""
+
     like: Path | None = None
     """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
-    """`patchproof bench`."""
+    """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
 
     limit: int | None = 64
     """How many images, spread evenly over the data set."""
@@ -165,11 +167,10 @@ class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettings, ModelSettings):
+    """Fine-tune on masked copies, validate and save after each epoch; a killed run goes on with --resume."""
+
     strategy: str = "greedy"
-    """Which masked copies to learn from (`patchproof ls strategies`)."""
     loss: str = "cross-entropy"
-    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
-    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     teacher: str | None = None
     """Checkpoint folder, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror
     averages them with those for the mirrored copies."""
@@ -191,6 +192,8 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings(CommonSettings):
+    """Fine-tune a small network on random and on worst-case masks, and count what each can prove."""
+
     output: Path | None = None
     """Folder for everything the demo makes; default: runs/demo, or the next free number."""
     epochs: int = 3
@@ -205,6 +208,8 @@ class DemoSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings(CommonSettings):
+    """Show one run in depth or several side by side: an HTML page without network, SVG and PNG, tables."""
+
     output: Path | None = None
     """Folder of the report; default: `report` inside a single run, for several runs/report-… ."""
     dataset: str | None = None
@@ -221,6 +226,8 @@ class ReportSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreSettings(CommonSettings):
+    """Look at single images in the browser: their two-mask table, and what the defence does with a patch on them."""
+
     patch: str | None = None
     """Largest patch, as for certify; default: the run's, or 3% for a checkpoint."""
     patches: int | None = None
@@ -249,12 +256,12 @@ class ExploreSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LsSettings(CommonSettings):
-    """`patchproof ls`."""
+    """List models, data sets, defences, masking strategies, the paper's recipes, or the runs below a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(CommonSettings):
-    """`patchproof doctor`."""
+    """Check the installation: versions, devices, embedded data, extras, and a certification done two ways."""
 
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, `mps`, or `auto`."""
@@ -294,19 +301,45 @@ def chosen(settings: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in names}
 
 
-SETTINGS: dict[str, type[Any]] = {
-    "certify": CertifySettings,
-    "attack": AttackSettings,
-    "predict": PredictSettings,
-    "bench": BenchSettings,
-    "train": TrainSettings,
-    "demo": DemoSettings,
-    "report": ReportSettings,
-    "explore": ExploreSettings,
-    "ls": LsSettings,
-    "doctor": DoctorSettings,
+COMMANDS: Mapping[str, tuple[type[Any], str]] = {
+    "demo": (DemoSettings, "demo:demo"),
+    "train": (TrainSettings, "_runs:train"),
+    "certify": (CertifySettings, "_runs:evaluate"),
+    "attack": (AttackSettings, "_runs:evaluate"),
+    "predict": (PredictSettings, "_runs:predict"),
+    "report": (ReportSettings, "pages:report"),
+    "explore": (ExploreSettings, "pages:explore"),
+    "bench": (BenchSettings, "bench:bench"),
+    "ls": (LsSettings, "ls:ls"),
+    "doctor": (DoctorSettings, "doctor:doctor"),
 }
-"""Commands and their settings."""
+"""Each command's settings, and the function of this package that does it, from its arguments and settings to an exit
+code; its module is imported when it is called."""
+
+SETTINGS = {name: settings for name, (settings, _) in COMMANDS.items()}
+
+ARGUMENTS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "predict": {"images": (list[Path], "Image files or folders; `-` is one image from standard input.")},
+    "report": {"runs": (list[Path], "Folders of `certify`, `attack` and `train` runs; they are read, not changed.")},
+    "explore": {
+        "place": (
+            Path | None,
+            "Folder of a `certify`, `attack` or `train` run, or a checkpoint folder; default: the embedded "
+            "demonstration network with the embedded images.",
+        )
+    },
+    "ls": {
+        "what": (
+            Literal["models", "datasets", "defenses", "strategies", "recipes", "runs"] | None,
+            "What to list; default: runs.",
+        ),
+        "pattern": (
+            str | None,
+            "For models and recipes a wildcard such as `vit*`, for runs the folder to look below (default: runs).",
+        ),
+    },
+}
+"""What stands before the flags of a command: type and help."""
 
 
 def commands_with(name: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +14,8 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
+
+from patchproof.types import visible
 
 if TYPE_CHECKING:
     from patchproof.runs import Rate, Record, Tally
@@ -49,9 +53,9 @@ class Console(rich.console.Console):
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
 
 
-def visible(text: str) -> str:
-    """`text` in characters that can be shown on one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def print_json(value: Any) -> None:
+    """One line for programs, on standard output."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def percent(rate: float) -> str:

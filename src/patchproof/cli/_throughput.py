@@ -23,29 +23,28 @@ PEER_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Timed:
-    """`passes` forward passes on `images` images took so many seconds."""
+class Took:
+    """`passes` forward passes on `images` images took so many seconds. `peak_bytes` is the most memory held at once: on
+    a GPU what torch allocated beyond what was held before, elsewhere all of the process since it began."""
 
     seconds: float
     passes: int
     images: int
-
-    @property
-    def passes_per_second(self) -> float:
-        return self.passes / self.seconds
-
-    @property
-    def images_per_second(self) -> float:
-        return self.images / self.seconds
+    peak_bytes: int
 
 
-def timed(work: Callable[[], int], *, images: int, device: torch.device) -> Timed:
-    """`work` returns how many passes it made; the device is waited for."""
-    _wait(device)
+def timed(work: Callable[[], tuple[Tensor, int]], *, images: int, device: torch.device) -> tuple[Tensor, Took]:
+    """What `work` answers for so many images, and what it took; it says how many passes. The device is waited for."""
+    held = 0
+    if device.type == "cuda":
+        _wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
     started = time.perf_counter()
-    passes = work()
+    found, passes = work()
     _wait(device)
-    return Timed(time.perf_counter() - started, passes, images)
+    seconds = time.perf_counter() - started
+    return found, Took(seconds, passes, images, (runs.peak_memory(device) or 0) - held)
 
 
 def _wait(device: torch.device) -> None:
@@ -66,29 +65,20 @@ def raw_rate(
     The better of a network converted to the type of `precision` and, where that is bf16 or fp16, autocast; channels
     last, which is the faster layout on GPUs and CPUs alike.
     """
+    dtype = AUTOCAST.get(precision)
     images = images.contiguous(memory_format=torch.channels_last)
-    with torch.inference_mode(), tf32(precision != "fp32"):
-        return max(_rate(*form, seconds=seconds) for form in _forms(network, images, AUTOCAST.get(precision), compiled))
-
-
-def _forms(
-    network: nn.Module, images: Tensor, dtype: torch.dtype | None, compiled: bool
-) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
     plain = copy.deepcopy(network).eval().to(memory_format=torch.channels_last)
     converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
     if compiled:
         converted.compile(dynamic=False)
-    forms: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
-        (converted, images if dtype is None else images.to(dtype))
-    ]
-    if dtype is not None and not compiled:
 
-        def autocast(batch: Tensor) -> Tensor:
-            with torch.autocast(batch.device.type, dtype=dtype):
-                return plain(batch)
+    def autocast(batch: Tensor) -> Tensor:
+        with torch.autocast(batch.device.type, dtype=dtype):
+            return plain(batch)
 
-        forms.append((autocast, images))
-    return forms
+    with torch.inference_mode(), tf32(precision != "fp32"):
+        rate = _rate(converted, images if dtype is None else images.to(dtype), seconds=seconds)
+        return rate if dtype is None or compiled else max(rate, _rate(autocast, images, seconds=seconds))
 
 
 def _rate(network: Callable[[Tensor], Tensor], images: Tensor, *, seconds: float) -> float:
@@ -145,24 +135,3 @@ def peer_predict(
                     break
             answers.append(answer)
     return torch.tensor(answers), passes
-
-
-@dataclass
-class Memory:
-    """Most memory held at once: on a GPU what torch allocated beyond what was held before, elsewhere all of the process
-    since it began."""
-
-    device: torch.device
-    held: int = 0
-    peak: int = 0
-
-    def __enter__(self) -> Memory:
-        if self.device.type == "cuda":
-            _wait(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.held = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _wait(self.device)
-        self.peak = (runs.peak_memory(self.device) or 0) - self.held

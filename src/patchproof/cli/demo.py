@@ -86,5 +86,5 @@ def certify(settings: DemoSettings, folder: Path, strategy: str, masks: int, con
         limit=settings.images,
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
-    results, _ = certified("certify", chosen, RunBar(console, "certify"))
+    results, _ = certified(chosen, RunBar(console, "certify"))
     return results

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +13,7 @@ from rich.markup import escape
 
 from patchproof.cli._settings import DoctorSettings
 from patchproof.cli._setup import choose_device
-from patchproof.cli._show import Console, new_table, table_values
+from patchproof.cli._show import Console, new_table, print_json, table_values
 from patchproof.data import open_dataset
 from patchproof.defenses import PatchCleanser
 from patchproof.geometry import PatchThreat, covering_masks
@@ -54,7 +52,7 @@ def doctor(settings: DoctorSettings) -> int:
             table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
             failed = 1
     if settings.json:
-        sys.stdout.write(json.dumps({"failed": bool(failed), "checks": table_values(table)}) + "\n")
+        print_json({"failed": bool(failed), "checks": table_values(table)})
     else:
         Console().print(table)
     return failed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._settings import FLAGS, LsSettings
-from patchproof.cli._show import Console, interval_text, new_table, percent, print_table, table_values
+from patchproof.cli._show import Console, interval_text, new_table, percent, print_json, print_table, table_values
 from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
@@ -31,7 +29,8 @@ DATASET_WORDS = {
 }
 
 
-def ls(what: str, pattern: str, settings: LsSettings) -> int:
+def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
+    what, pattern = what or "runs", pattern or ""
     if what == "models":
         names = list_models(pattern)
         if not names:
@@ -51,7 +50,7 @@ def ls(what: str, pattern: str, settings: LsSettings) -> int:
         for row in rows.items():
             shown.add_row(*map(escape, row))
     if settings.json:
-        sys.stdout.write(json.dumps(shown if isinstance(shown, list) else table_values(shown)) + "\n")
+        print_json(shown if isinstance(shown, list) else table_values(shown))
         return 0
     console = Console()
     if what == "runs":

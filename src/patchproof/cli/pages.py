@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import threading
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from patchproof.cli._settings import ExploreSettings, ReportSettings, chosen, part
-from patchproof.cli._show import Console
+from patchproof.cli._show import Console, print_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -28,7 +27,7 @@ def report(runs: list[Path], settings: ReportSettings) -> int:
     page = made.write(settings.output or (several if len(folders) > 1 else runs[0] / "report"))
     if settings.json:
         notices = [{"run": notice.run, "text": notice.text} for notice in made.notices]
-        sys.stdout.write(json.dumps({"report": str(page), "notices": notices}) + "\n")
+        print_json({"report": str(page), "notices": notices})
         return 0
     for names, texts in notice_groups(made.notices).items():
         for text in texts:
@@ -57,7 +56,7 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
         )
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
         if settings.json:
-            sys.stdout.write(json.dumps({"explore": url}) + "\n")
+            print_json({"explore": url})
             sys.stdout.flush()
         else:
             console.print(f"explore: {escape(url)} (Ctrl-C ends it)")

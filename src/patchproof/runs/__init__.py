@@ -1,17 +1,15 @@
 """Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
 
 from patchproof.runs._certify import AttackResults, attack, certify
-from patchproof.runs._cost import Cost, estimate_cost, peak_memory
+from patchproof.runs._cost import Cost, TrainingCost, estimate_cost, estimate_training, peak_memory
 from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
-from patchproof.runs._manifest import device_name, network_remarks, source_commit, versions
+from patchproof.runs._manifest import device_name, network_remarks, preprocessing_for, source_commit, versions
 from patchproof.runs._measure import measure_on_generated, measure_tau
 from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
 from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Rate, Record, Results, Tally, rates
-from patchproof.runs._session import default_workers, preprocessing_for
 from patchproof.runs._train import EpochReport, Trained, train
-from patchproof.runs._training_cost import TrainingCost, estimate_training
-from patchproof.runs.executors import InProcess, Torchrun, launched, local_rank
+from patchproof.runs.executors import InProcess, Torchrun, default_workers, launched, local_rank
 
 __all__ = [
     "ACCURACIES",

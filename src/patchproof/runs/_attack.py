@@ -1,13 +1,14 @@
-"""Attacks on certified batches, the patches that changed an answer, and the files kept of a broken certificate."""
+"""Attacks on certified images, the patches that changed an answer, and the files kept of a broken certificate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from jaxtyping import Float, Int64
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,7 +31,7 @@ from patchproof.runs._record import AttackFindings, Record
 
 
 class Attacker:
-    """Attacks certified batches. Built for the first batch, when the defence has its engine."""
+    """Attacks certified images, one at a time. Built for the first image, when the defence has its engine."""
 
     def __init__(self, plan: AttackPlan, on_step: OnStep | None = None) -> None:
         self.plan, self.on_step = plan, on_step
@@ -38,39 +39,41 @@ class Attacker:
         """On the classifier alone, and on the defence."""
 
     def __call__(
-        self, defense: Any, records: Sequence[Record], images: Tensor, labels: Tensor
-    ) -> tuple[list[Record], list[dict[str, Tensor]]]:
-        """The records with their findings, and for each the pixels to keep of it."""
+        self, defense: Any, record: Record, image: Float[Tensor, "1 c h w"], label: Int64[Tensor, "1"]
+    ) -> tuple[Record, dict[str, Tensor]]:
+        """The record with its findings, and the pixels to keep of it."""
         if self.attacks is None:
             self.attacks = attacks_on(defense, self.plan, self.on_step)
-        every = range(len(records))
-        chosen = [row for row in every if records[row].certified or not self.plan.only_certified]
-        undefended = self.run(self.attacks[0], every, records, images, labels)
-        defended = self.run(self.attacks[1], chosen, records, images, labels)
-        found = [
-            replace(record, attack=findings(record, undefended.get(row), defended.get(row)))
-            for row, record in enumerate(records)
-        ]
-        kept: list[dict[str, Tensor]] = [{} for _ in every]
-        for row, record in enumerate(found):
-            if record.undefended and record.attack is not None and record.attack.undefended_attacked is False:
-                kept[row] |= patch_pixels("undefended", undefended[row])
-            if record.attack is not None and record.attack.place is not None:
-                kept[row] |= patch_pixels("defended", defended[row])
-            if record.broken:
-                kept[row] |= {"image": images[row].cpu(), "patched": defended[row].images[0].cpu()}
-        return found, kept
-
-    def run(
-        self, attacks: Sequence[Attack], rows: Sequence[int], records: Sequence[Record], images: Tensor, labels: Tensor
-    ) -> dict[int, Attacked]:
-        """The outcome for each of these rows, as a batch of one."""
-        if not attacks or not rows:
-            return {}
-        some = torch.tensor(rows, device=images.device)
-        indices = [records[row].index for row in rows]
-        found = attack_in_turn(attacks, images[some], labels[some], seed=self.plan.seed, indices=indices)
-        return {row: found[position] for position, row in enumerate(rows)}
+        on_classifier, on_defense = self.attacks
+        if self.plan.only_certified and not record.certified:
+            on_defense = ()
+        attacked = partial(attack_in_turn, seed=self.plan.seed, indices=[record.index])
+        alone = attacked(on_classifier, image, label) if on_classifier else None
+        behind = attacked(on_defense, image, label) if on_defense else None
+        outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
+        broken = behind is not None and bool(behind.broken)
+        # A wrong answer to the clean image needs no patch; if it is certified all the same, the case is kept as it is.
+        by_patch = behind if broken and (record.defended or record.certified) else None
+        place: Any = None if by_patch is None else by_patch.places[0]
+        if place is not None:
+            place = tuple(place) if isinstance(place, Rect) else tuple(map(tuple, place))
+        found = AttackFindings(
+            undefended_attacked=None if alone is None else not bool(alone.broken),
+            attacked=None if behind is None else not broken,
+            place=place,
+            attacked_label=None if by_patch is None else int(by_patch.predictions),
+            passes=sum(int(outcome.passes) for outcome in outcomes),
+            queries=sum(int(outcome.queries) for outcome in outcomes),
+        )
+        record = replace(record, attack=found)
+        kept: dict[str, Tensor] = {}
+        if alone is not None and record.undefended and not found.undefended_attacked:
+            kept |= patch_pixels("undefended", alone)
+        if by_patch is not None:
+            kept |= patch_pixels("defended", by_patch)
+        if by_patch is not None and record.broken:
+            kept |= {"image": image[0].cpu(), "patched": by_patch.images[0].cpu()}
+        return record, kept
 
     def save(self, folder: Path, defense: Any, record: Record, kept: Mapping[str, Tensor]) -> None:
         """folder/patches/INDEX.safetensors: patches that changed a right answer; broken/INDEX for a certified image."""
@@ -144,24 +147,6 @@ def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:
         found[one] = outcome.images[0, :, rect.top : rect.bottom, rect.left : rect.right].cpu()
         found[f"{one}_place"] = as_places(rect)[0]
     return found
-
-
-def findings(record: Record, alone: Attacked | None, behind: Attacked | None) -> AttackFindings:
-    outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
-    broken = behind is not None and bool(behind.broken)
-    # A wrong answer to the clean image needs no patch; if it is certified all the same, the case is kept as it is.
-    by_patch = behind if broken and (record.defended or record.certified) else None
-    place: Any = None if by_patch is None else by_patch.places[0]
-    if place is not None:
-        place = tuple(place) if isinstance(place, Rect) else tuple(map(tuple, place))
-    return AttackFindings(
-        undefended_attacked=None if alone is None else not bool(alone.broken),
-        attacked=None if behind is None else not broken,
-        place=place,
-        attacked_label=None if by_patch is None else int(by_patch.predictions),
-        passes=sum(int(outcome.passes) for outcome in outcomes),
-        queries=sum(int(outcome.queries) for outcome in outcomes),
-    )
 
 
 def as_judge(defense: Any) -> Any:

@@ -1,24 +1,37 @@
-"""What a certification will cost, before it is begun: passes and time from a few timed passes, and memory."""
+"""What a certification, an attack or a training will cost, before it is begun: from a few timed passes or steps."""
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from patchproof.attacks import AttackPlan, attack_in_turn
 from patchproof.attacks.gradient import CANDIDATES
+from patchproof.data import as_source
+from patchproof.defenses import defense as named_defense
 from patchproof.defenses import device_of
-from patchproof.geometry import MaskSet, all_places, covering_masks
+from patchproof.geometry import MaskSet, PatchThreat, all_places, covering_masks, parse_patches
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.models import mask_colour
 from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import generated_images
+from patchproof.runs._train import train
+from patchproof.training import Plan
+from patchproof.training.search import Memory
 from patchproof.types import InputError
+
+if TYPE_CHECKING:
+    from patchproof.training.loop import StepReport, Trainer
 
 BYTES_PER_PAIR = 24
 """Of a mask set: two masks and the table of pairs."""
@@ -31,6 +44,9 @@ BYTES_PER_CELL = 75
 
 TIMED, COPIES = 2, 64
 """Batches that are timed, of at most so many copies each."""
+
+TIMED_STEPS, ENOUGH_SECONDS = 4, 20.0
+"""Steps that are timed, fewer where they take longer; the first of several does not count."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +71,19 @@ class Cost:
 
 def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> Cost | None:
     """From a few timed passes over generated images; None for a defence without a classifier."""
-    cost = _certification(defense, images)
-    if cost is None or plan is None:
-        return cost
-    return replace(cost, attack_seconds=images * seconds_of_attack(defense, plan))
-
-
-def _certification(defense: Any, images: int) -> Cost | None:
-    masks = getattr(defense, "masks", None)
     if getattr(defense, "classifier", None) is None:
         return None
+    masks, most = getattr(defense, "masks", None), images * defense.most_passes
     if masks is None:
-        most = images * defense.most_passes
-        fewest, seconds = images * getattr(defense, "fewest_passes", defense.most_passes), seconds_per_own_pass(defense)
-        times = 1 / seconds, fewest * seconds, most * seconds
-        return Cost(images, 0, fewest, most, *times, 0, peak_memory(device_of(defense)))
-    require_memory(defense)
-    needed = table_bytes(masks, in_pairs=defense.most_passes > len(masks))
-    seconds = seconds_per_pass(defense)
-    fewest, most = images * len(masks), images * defense.most_passes
+        count, needed, seconds = 0, 0, seconds_per_own_pass(defense)
+        fewest = images * getattr(defense, "fewest_passes", defense.most_passes)
+    else:
+        require_memory(defense)
+        count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
+        fewest, seconds = images * count, seconds_per_pass(defense)
     times = 1 / seconds, fewest * seconds, most * seconds
-    return Cost(images, len(masks), fewest, most, *times, needed, peak_memory(device_of(defense)))
+    cost = Cost(images, count, fewest, most, *times, needed, peak_memory(device_of(defense)))
+    return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, plan))
 
 
 def table_bytes(masks: MaskSet, *, in_pairs: bool) -> int:
@@ -132,16 +140,22 @@ def peak_memory(device: torch.device) -> int | None:
 
 def seconds_per_own_pass(defense: Any) -> float:
     """Of a defence without masks, whatever a pass is to it: one certification of a generated image."""
-    images = _one_image(defense)
-    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
-    if hasattr(defense, "with_engine"):
-        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
+    defense, images, labels = _prepared(defense)
     times = []
     for _ in range(TIMED):  # the first one may have things to check
         began = time.perf_counter()
         passes = int(defense.certify(images, labels).forwards)  # waits for the device
         times.append((time.perf_counter() - began) / passes)
     return min(times)
+
+
+def _prepared(defense: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The defence with some τ, since any takes as long, a generated image, and the defence's label for it."""
+    images = _one_image(defense)
+    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
+    if hasattr(defense, "with_engine"):
+        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))
+    return defense, images, labels
 
 
 @dataclass(frozen=True)
@@ -157,10 +171,7 @@ class _Steadfast:
 def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
     """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
     device, moments = device_of(defense), list[float]()
-    if hasattr(defense, "with_engine"):
-        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))  # any τ takes as long
-    images = _one_image(defense)
-    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
+    defense, images, labels = _prepared(defense)
     starts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
         places = len(all_places(defense.threat)) ** defense.threat.patches
@@ -199,3 +210,54 @@ def seconds_per_pass(defense: Any) -> float:
         evaluator.evaluate(images, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
         times.append(time.perf_counter() - began)
     return min(times) / len(zeros)
+
+
+class _EnoughError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Validation after each epoch takes from the fewest seconds, where every image fails at once, to the most, where
+    all are certified."""
+
+    epochs: int
+    steps: int
+    seconds_per_step: float
+    validation_images: int
+    fewest_seconds: float
+    most_seconds: float
+    peak_bytes: int | None
+
+
+def estimate_training(
+    classifier: nn.Module, data: Any, plan: Plan, *, validation: Any = None, **options: Any
+) -> TrainingCost:
+    """From timed steps of a copy of the classifier; options as in `train`. Nothing is written."""
+    trainers: list[Trainer] = []
+    moments: list[float] = []
+    searches: list[float] = []
+
+    def started(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        moments.append(time.perf_counter())
+
+    def stepped(report: StepReport) -> None:
+        moments.append(time.perf_counter())
+        searches.append(report.search_seconds)
+        if len(moments) > TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
+            raise _EnoughError
+
+    with suppress(_EnoughError):
+        train(copy.deepcopy(classifier), data, plan, on_start=started, on_step=stepped, **options)
+    trainer, times = trainers[0], [after - before for before, after in pairwise(moments)]
+    step, size = median(times[1:] or times), trainer.classifier.input_size
+    if isinstance(trainer.strategy, Memory):  # the first epoch, of which these steps are, searches most
+        step -= median(searches[1:] or searches) * trainer.strategy.saved(plan.epochs)
+    threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
+    images = 0 if validation is None else min(plan.validation_images, len(as_source(validation)))
+    check = estimate_cost(named_defense("patchcleanser", trainer.classifier.eval(), threat), images)
+    assert check is not None  # the defence has masks and a classifier
+    steps, epochs = trainer.total_steps, plan.epochs
+    fewest, most = (steps * step + epochs * each for each in (check.fewest_seconds, check.most_seconds))
+    return TrainingCost(epochs, steps, step, images, fewest, most, peak_memory(trainer.accelerator.device))

@@ -122,7 +122,15 @@ class RunFolder:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             words = error.strerror if isinstance(error, OSError) else str(error)
             raise InputError(f"cannot create the folder {str(self.path)!r}: {words}") from error
-        with self._locked():
+        try:
+            locked = FileLock(self.path / ".lock").acquire(timeout=0)
+        except Timeout as error:
+            raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
+            ) from error
+        with locked:
             if not self.manifest_path.exists():
                 ours = (".lock", "manifest.json.part")  # what a kill before the manifest was there has left
                 others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
@@ -141,22 +149,6 @@ class RunFolder:
                 reason = read_json(self.spoiled_path).get("reason")
                 raise CheckError(f"{self.path} cannot be continued: in an earlier session {reason}")
             yield stored
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def spoil(self, reason: str) -> NoReturn:
         """The records cannot be trusted: fail, and refuse every later session."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from patchproof.data import FolderSource, ImageSource, open_class_folders
+from patchproof.data import FolderSource, ImageSource, default_preprocessing, open_class_folders
 from patchproof.masking import Measured
 from patchproof.models import EMBEDDED_SOURCE
 from patchproof.runs._folder import BEGIN_AGAIN
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size
 from patchproof.version import __version__
 
 SCHEMA = 1
@@ -37,6 +37,20 @@ TAU_MAY_GROW = 2.0
 """The safety factors of τ are several times this."""
 
 
+def new_manifest(
+    command: str,
+    config: Mapping[str, Any] | None,
+    identity: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
+    """`identity` is what the outcome depends on: it may not change when the run is resumed."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    made_with = {"date": now, "device": device_name(device), "versions": versions(), "commit": source_commit()}
+    what = {"schema": SCHEMA, "command": command, "config": dict(config or {}), "identity": plain(identity)}
+    return {**what, **facts, **made_with}
+
+
 def plain(value: Any) -> Any:
     """The value after a round trip through JSON: lists for tuples, keys as text."""
     try:
@@ -52,6 +66,16 @@ def mask_facts(masks: Any) -> dict[str, Any]:
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
     """`cover` only where it is used."""
     return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}
+
+
+def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -> Preprocessing:
+    """How images of any size become the input of this classifier."""
+    return default_preprocessing(
+        low_resolution,
+        image_size,
+        interpolation=getattr(classifier, "interpolation", "bicubic"),
+        crop_pct=getattr(classifier, "crop_pct", 1.0),
+    )
 
 
 def source_facts(source: ImageSource, indices: Sequence[int] | None = None) -> dict[str, Any]:
@@ -139,11 +163,6 @@ def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
     except (PatchproofError, OSError) as error:
         return f"the data set changed during the run ({error}); {again}"
     return None if now == listing_sha256 else f"the data set changed during the run; {again}"
-
-
-def made_with(device: torch.device) -> dict[str, Any]:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": now, "device": device_name(device), "versions": versions(), "commit": source_commit()}
 
 
 def device_name(device: torch.device) -> str:

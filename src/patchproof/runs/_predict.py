@@ -32,10 +32,10 @@ from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
 from patchproof.runs._attack import as_judge
-from patchproof.runs._manifest import plain, stored_taus
+from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification
-from patchproof.runs._session import IMAGES_AT_ONCE, preprocessing_for
+from patchproof.runs._session import IMAGES_AT_ONCE
 from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of
 
 SMALL = 64
@@ -98,13 +98,13 @@ def predict(
         raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")
     if isinstance(images, Tensor) and images.ndim == 3:
         raise InputError("images must be a sequence, not one image (c h w); for one image, [image]")
-    views, answers = _Views(defense, preprocessing), Predictions()
+    reader, answers = _Reader(defense, preprocessing), Predictions()
     size = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
     with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
         waiting: deque[list[tuple[str, Future[Any]]]] = deque()
         for start in range(0, len(images) + size, size):
             batch = enumerate(images[start : start + size], start)
-            waiting.append([(_name(image, number), pool.submit(views.read, image)) for number, image in batch])
+            waiting.append([(_name(image, number), pool.submit(reader.read, image)) for number, image in batch])
             if len(waiting) > 1:
                 for answer in _answers(waiting.popleft(), answers):
                     answers.append(answer)
@@ -113,24 +113,16 @@ def predict(
     return answers
 
 
-class _Views:
-    """How an image of each size is seen: its size alone decides preprocessing and defence."""
+class _Reader:
+    """Decodes images for the defence that answers them: an image's size alone decides preprocessing and defence."""
 
     def __init__(self, defense: DefenseFor, preprocessing: Preprocessing | None) -> None:
         self.defense, self.preprocessing = defense, preprocessing
         self.known: dict[int, Any] = {}
         self.lock = threading.Lock()
 
-    def of(self, size: Size) -> tuple[Any, Preprocessing]:
-        with self.lock:
-            chosen: Any = self.defense if isinstance(self.defense, Defense) else self.defense(size)
-            if id(chosen) not in self.known:
-                self.known[id(chosen)] = chosen, with_tau(chosen)  # holds on to `chosen`, whose id is the key
-            ready = self.known[id(chosen)][1]
-        classifier = getattr(ready, "classifier", None)
-        return ready, self.preprocessing or preprocessing_for(classifier, max(size) < SMALL, ready.threat.image_size)
-
     def read(self, image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
+        """The defence, and the input of its classifier."""
         pixels: Any
         with reading("image"):
             if isinstance(image, Tensor):
@@ -139,8 +131,15 @@ class _Views:
             else:
                 pixels = to_rgb(image) if isinstance(image, Image.Image) else decode(image)
                 size = pixels.height, pixels.width
-        ready, preprocessing = self.of(size)
-        return ready, preprocess(pixels, preprocessing)
+        with self.lock:
+            chosen: Any = self.defense if isinstance(self.defense, Defense) else self.defense(size)
+            if id(chosen) not in self.known:
+                self.known[id(chosen)] = chosen, ready_to_predict(chosen)  # holds on to `chosen`, whose id is the key
+            ready = self.known[id(chosen)][1]
+        how = self.preprocessing
+        if how is None:
+            how = preprocessing_for(getattr(ready, "classifier", None), max(size) < SMALL, ready.threat.image_size)
+        return ready, preprocess(pixels, how)
 
 
 def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
@@ -150,8 +149,8 @@ def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
     return str(image) if isinstance(image, (Path, str)) else str(getattr(image, "filename", "") or f"{number:05d}")
 
 
-def with_tau(defense: Any) -> Any:
-    """The defence ready to predict: its τ is not from the images it will see, and hostile ones do not stop it."""
+def ready_to_predict(defense: Any) -> Any:
+    """The defence with a τ that is not from the images it will see, and that hostile ones do not stop."""
     if hasattr(defense, "with_engine") and not isinstance(defense.engine, Measured):
         measured = measure_on_generated(defense)
         defense = defense if measured is None else defense.with_engine(measured[0])
@@ -197,16 +196,12 @@ def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
     if len(wrong):
         engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
         sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
-        ours, theirs = _tensors(found), _tensors(sure)
-        for name, values in ours.items():
-            values[wrong] = theirs[name]
+        found.predictions[wrong] = sure.predictions
+        for name in ("certified", "margin", "forwards"):
+            getattr(found.certificates, name)[wrong] = getattr(sure.certificates, name)
+        for name, values in found.remarks.items():
+            values[wrong] = sure.remarks[name]
     return found, len(wrong)
-
-
-def _tensors(found: Assessment) -> dict[str, Tensor]:
-    proof = found.certificates
-    own = {"predictions": found.predictions, "certified": proof.certified, "margin": proof.margin}
-    return own | {"forwards": proof.forwards, **found.remarks}
 
 
 def label_name(classifier: Any, label: int) -> str:

@@ -24,7 +24,7 @@ from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 RESTORE = "restore it from a copy, or make the run again in another folder"
@@ -411,8 +411,8 @@ def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] =
 
 
 def printable(text: str) -> str:
-    """`text` on one line, in at most 200 characters that can be written and shown; others become \\x1b or \\udcff."""
-    return shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text), 200)
+    """`visible`, in at most 200 characters."""
+    return shortened(visible(text), 200)
 
 
 def shortened(text: str, longest: int) -> str:

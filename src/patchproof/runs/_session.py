@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.data import (
-    Batch,
-    as_source,
-    default_preprocessing,
-    load_groups,
-    require_workers,
-    spread_indices,
-)
+from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import assess, device_of, require_defense
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
@@ -42,11 +34,11 @@ from patchproof.runs._manifest import (
     SCHEMA,
     agree,
     changes_since,
-    made_with,
     mask_facts,
     network_remarks,
-    plain,
+    new_manifest,
     preprocessing_facts,
+    preprocessing_for,
     stored_engine,
 )
 from patchproof.runs._measure import measure_tau
@@ -61,8 +53,8 @@ from patchproof.runs._record import (
     Tally,
     nested,
 )
-from patchproof.runs.executors import Executor, environment_number, launched
-from patchproof.types import CheckError, InputError, Preprocessing, Size, TauExceededError, require_free
+from patchproof.runs.executors import Executor, default_workers, launched
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""
@@ -70,11 +62,9 @@ IMAGES_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Done:
-    """One image: its record and the line this becomes, serialised once; the labels that were decided again; the pixels
-    that an attack keeps of it."""
+    """One image: its record, the labels that were decided again, and the pixels that an attack keeps of it."""
 
     record: Record
-    line: str
     redone: Redone = field(default_factory=Redone)
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -87,10 +77,10 @@ class Piece:
     batch_size: int
 
     def dump(self) -> str:
-        images = [
-            (done.line, vars(done.redone), {name: pixels.tolist() for name, pixels in done.kept.items()})
-            for done in self.images
-        ]
+        images = []
+        for done in self.images:
+            kept = {name: pixels.tolist() for name, pixels in done.kept.items()}
+            images.append((done.record.line(), vars(done.redone), kept))
         return json.dumps([images, self.batch_size])
 
     @classmethod
@@ -99,7 +89,7 @@ class Piece:
         done = []
         for line, redone, kept in images:
             pixels = {name: torch.tensor(values) for name, values in kept.items()}
-            done.append(Done(Record.parse(line), line, Redone(**redone), pixels))
+            done.append(Done(Record.parse(line), Redone(**redone), pixels))
         return cls(done, batch_size)
 
 
@@ -131,9 +121,10 @@ class Session:
         self.classifier = getattr(self.defense, "classifier", None)
         size = self.defense.threat.image_size
         self.how = self.preprocessing or preprocessing_for(self.classifier, self.source.low_resolution, size)
-        self.place = None if self.folder is None else RunFolder(Path(self.folder))
-        if self.place is not None:
-            require_free(self.place.path, resume=self.resume)
+        self.path = None if self.folder is None else Path(self.folder)
+        self.place = None if self.path is None else RunFolder(self.path)
+        if self.path is not None:
+            require_free(self.path, resume=self.resume)
         require_memory(self.defense)
         self.classes = None
         if self.source.class_names and self.classifier is not None:
@@ -147,55 +138,56 @@ class Session:
 
     def execute(self) -> Results:
         """Evaluate what is left; the results cover all sessions."""
+        started = time.monotonic()
         with self.team.at_work():
-            return self._execute()
+            measured = self.measure()
+            current = self.manifest(measured)
+            everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
+            if self.team.rank:
+                go = self.team.share()
+                self.give_engine(None if go["engine"] is None else Measured(**go["engine"]))
+                for _ in self.team.run(self.work, self.pieces(go["done"]), Piece.load):
+                    pass
+                return Results((), self.tally.rates(), {})
+            agree(current, everyone)
+            with nullcontext(current) if self.place is None else self.place.open(current, resume=self.resume) as stored:
+                engine = None
+                if measured is not None:
+                    asked = getattr(self.defense, "engine", None) or Engine()
+                    where, explicit = Path() if self.path is None else self.path, asked.batch_size != "auto"
+                    engine = stored_engine(measured[0], stored, current, where=where, keep_batch=explicit)
+                if self.place is not None:
+                    self.load_earlier(self.place)
+                self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
+                self.give_engine(engine)
+                return self.evaluate(current["identity"]["data_sha256"], started)
 
-    def _execute(self) -> Results:
-        started, place = time.monotonic(), self.place
-        measured = self.measure()
-        current = self.manifest(measured)
-        everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
-        if self.team.rank:
-            go = self.team.share()
-            self.give_engine(None if go["engine"] is None else Measured(**go["engine"]))
-            for _ in self.team.run(self.work, self.pieces(go["done"]), Piece.load):
-                pass
-            return Results((), self.tally.rates(), {})
-        agree(current, everyone)
-        with nullcontext(current) if place is None else place.open(current, resume=self.resume) as stored:
-            engine = None
-            if measured is not None:
-                asked = getattr(self.defense, "engine", None) or Engine()
-                where, explicit = Path() if place is None else place.path, asked.batch_size != "auto"
-                engine = stored_engine(measured[0], stored, current, where=where, keep_batch=explicit)
-            if place is not None:
-                self.load_earlier(place)
-            self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
-            self.give_engine(engine)
-            if self.on_start is not None:
-                self.on_start(self.tally, len(self.indices))
-            doubt: str | None = None
-            begun = len(self.records) % self.size
-            try:
-                for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
-                    self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
-                    self.keep(piece.images[begun:])
-                    begun = 0
-                doubt = changes_since(current["identity"]["data_sha256"], self.source)
-            except TauExceededError as error:
-                if place is not None:
-                    place.spoil(str(error))
-                raise
-            finally:
-                self.seconds += time.monotonic() - started
-                content = self.content(doubt)
-                if place is not None:
-                    write_atomically(place.path / "results.json", dump_json(content))
-            if doubt is not None:
-                if place is not None:
-                    place.spoil(doubt)
-                raise CheckError(doubt)
-        return Results(tuple(self.records), self.tally.rates(), content, None if place is None else place.path)
+    def evaluate(self, data_sha256: str, started: float) -> Results:
+        """The pieces that are left, whoever does them, and results.json, however it ends."""
+        if self.on_start is not None:
+            self.on_start(self.tally, len(self.indices))
+        doubt: str | None = None
+        begun = len(self.records) % self.size
+        try:
+            for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
+                self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
+                self.keep(piece.images[begun:])
+                begun = 0
+            doubt = changes_since(data_sha256, self.source)
+        except TauExceededError as error:
+            if self.place is not None:
+                self.place.spoil(str(error))
+            raise
+        finally:
+            self.seconds += time.monotonic() - started
+            content = self.content(doubt)
+            if self.path is not None:
+                write_atomically(self.path / "results.json", dump_json(content))
+        if doubt is not None:
+            if self.place is not None:
+                self.place.spoil(doubt)
+            raise CheckError(doubt)
+        return Results(tuple(self.records), self.tally.rates(), content, self.path)
 
     def measure(self) -> tuple[Measured, Drift] | None:
         """τ, and what `auto` stands for: what it did in an earlier session, or what the main process finds."""
@@ -216,7 +208,6 @@ class Session:
         return found or (chosen and measure(engine=replace(asked, **chosen)))
 
     def manifest(self, measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
-        """`identity` is what a record depends on; it may not change when the run is resumed."""
         defense, source, device = self.defense, self.source, device_of(self.defense)
         masks = getattr(defense, "masks", None)
         model = None if self.classifier is None else classifier_summary(self.classifier)
@@ -230,23 +221,18 @@ class Session:
         data_sha256 = source.listing_sha256(self.indices)
         self.remarks = network_remarks(self.classifier, data_sha256)
         threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
-        return {
-            "schema": SCHEMA,
-            "command": "certify" if self.attacker is None else "attack",
-            "config": dict(self.config or {}),
-            "identity": plain(
-                {
-                    "architecture": model and model["architecture"],
-                    "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
-                    "data_sha256": data_sha256,
-                    "images": f"{len(self.indices)} of {len(source)}",
-                    "preprocessing": preprocessing_facts(self.how),
-                    "fill": model and model["fill"],
-                    "device": device.type,
-                    "defense": threat | defense.describe(),
-                    **({} if self.attacker is None else {"attack": asdict(self.attacker.plan)}),
-                }
-            ),
+        identity = {
+            "architecture": model and model["architecture"],
+            "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
+            "data_sha256": data_sha256,
+            "images": f"{len(self.indices)} of {len(source)}",
+            "preprocessing": preprocessing_facts(self.how),
+            "fill": model and model["fill"],
+            "device": device.type,
+            "defense": threat | defense.describe(),
+            **({} if self.attacker is None else {"attack": asdict(self.attacker.plan)}),
+        }
+        facts = {
             "guarantee": defense.guarantee,
             "remarks": self.remarks,
             "model": model,
@@ -263,8 +249,8 @@ class Session:
             "precision": engine.precision,
             "compile": engine.compile,
             "processes": self.team.size,
-            **made_with(device),
         }
+        return new_manifest("certify" if self.attacker is None else "attack", self.config, identity, facts, device)
 
     def give_engine(self, engine: Measured | None) -> None:
         if engine is not None and hasattr(self.defense, "with_engine"):
@@ -303,7 +289,7 @@ class Session:
         lines: list[bytes] = []
         try:
             for done in images:
-                lines.append(done.line.encode())
+                lines.append(done.record.line().encode())
                 self.records.append(done.record)
                 self.tally.add([done.record])
                 self.redone.add(done.redone)
@@ -335,7 +321,7 @@ class Session:
                 empty = dict.fromkeys(getattr(self.defense, "evidence", ()))
                 attack = None if self.attacker is None else AttackFindings()
                 record = Record(bad.index, bad.path, known, evidence=empty, attack=attack, error=bad.reason)
-                done.append(Done(record, record.line()))
+                done.append(Done(record))
             done.sort(key=lambda one: one.record.index)
             yield claimed.popleft(), Piece(done, 0 if evaluator is None else evaluator.chunk)
 
@@ -372,10 +358,10 @@ class Session:
             )
             for row, index in enumerate(batch.indices)
         ]
-        kept: list[dict[str, Tensor]] = [{} for _ in records]
-        if self.attacker is not None:
-            records, kept = self.attacker(self.defense, records, images, labels)
-        return [Done(r, r.line(), redone.get(row, Redone()), kept[row]) for row, r in enumerate(records)]
+        if self.attacker is None:
+            return [Done(record, redone.get(row, Redone())) for row, record in enumerate(records)]
+        record, kept = self.attacker(self.defense, records[0], images, labels)  # alone in its piece
+        return [Done(record, redone.get(0, Redone()), kept)]
 
     def content(self, doubt: str | None) -> dict[str, Any]:
         """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
@@ -410,18 +396,3 @@ class Session:
             "audit": {"redone": sum(self.redone.steps.values()), **vars(self.redone)},
             **({} if self.attacker is None else {"broken": tally.broken}),
         }
-
-
-def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -> Preprocessing:
-    """How images of any size become the input of this classifier."""
-    return default_preprocessing(
-        low_resolution,
-        image_size,
-        interpolation=getattr(classifier, "interpolation", "bicubic"),
-        crop_pct=getattr(classifier, "crop_pct", 1.0),
-    )
-
-
-def default_workers() -> int:
-    """Threads that decode images: one per core, at most 16, shared among the processes of the machine."""
-    return max(1, min(16, (os.cpu_count() or 2) // environment_number("LOCAL_WORLD_SIZE", 1)))

@@ -29,9 +29,16 @@ from patchproof.models import (
     weights_sha256,
 )
 from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
-from patchproof.runs._manifest import SCHEMA, changes_since, made_with, plain, preprocessing_facts, source_facts
+from patchproof.runs._manifest import (
+    SCHEMA,
+    changes_since,
+    new_manifest,
+    preprocessing_facts,
+    preprocessing_for,
+    source_facts,
+)
 from patchproof.runs._record import Rate
-from patchproof.runs._session import default_workers, preprocessing_for
+from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
 from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free
 
@@ -100,7 +107,7 @@ def train(
     `on_step` sees each step of this call. With several processes (torchrun, accelerate launch), pass nothing more: each
     takes its own GPU.
     """
-    from patchproof.training.checkpoint import load_training, save_training
+    from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
     from patchproof.training.loop import TrainingData, start_accelerator
 
@@ -140,21 +147,86 @@ def train(
     images = {"train": source_facts(source, training_data.indices)}
     images |= {} if held_out is None else {"validation": source_facts(held_out.source)}
     images |= {} if test is None else {"test": source_facts(as_source(test))}
-    manifest = _manifest(trainer, shipped, images, config or {})
-    history = {"trained_on": images["train"]}
-    chosen = {**history, "selected_on": images.get("validation")}
-
-    def save() -> None:
+    manifest = _manifest(trainer, shipped, images, config)
+    longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
+    with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
+        resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
+        notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
+        notes |= resumed.notes if resumed else {}
+        progress = Progress(None if place is None else place.path, trainer, shipped, held_out, images, notes)
         if place is not None:
-            shipped.load_state_dict(trainer.weights())
-            save_training(place.path / "checkpoint-last", trainer, shipped, notes, history=history)
-
-    def finish_epoch(report: StepReport) -> EpochReport | None:
-        """Validate, note, and save; `checkpoint-best` is chosen by certified accuracy, then by the undefended one."""
+            cut_log(place.path / "log.jsonl", trainer.step)
+        if on_start is not None:
+            on_start(trainer)
+        saved = clock = time.monotonic()
+        for report in trainer.run():
+            seconds, clock = time.monotonic() - clock, time.monotonic()
+            progress.add(report, seconds)
+            ended = report.step % trainer.steps_per_epoch == 0
+            epoch = progress.finish_epoch(report) if ended else None
+            try:
+                if on_step is not None:
+                    on_step(report)
+                if epoch is not None and on_epoch is not None:
+                    on_epoch(report, epoch)
+            except BaseException:
+                if not ended:  # a step that was seen is on disk
+                    progress.save()
+                raise
+            if clock - saved > 60 * checkpoint_minutes:
+                progress.save()
+                saved = time.monotonic()
         shipped.load_state_dict(trainer.weights())
+        network.load_state_dict(trainer.weights())
+        network.source = f"trained from {network.source.removeprefix('trained from ')}"
+        network.history = {"trained_on": images["train"]}
+        results = progress.results()
+        if place is not None:
+            doubt = changes_since(manifest["identity"]["data_sha256"], source)
+            if doubt is None and held_out is not None:
+                doubt = changes_since(manifest["identity"]["validation_sha256"], held_out.source)
+            if doubt is not None:
+                place.spoil(doubt)
+            write_atomically(place.path / "results.json", dump_json(results))
+    accelerator.end_training()
+    classifier.eval()
+    return Trained(classifier, results, path)
+
+
+@dataclass
+class Progress:
+    """What a training has done so far, and what it leaves of that: log.jsonl, `checkpoint-last`, `checkpoint-best`."""
+
+    path: Path | None
+    """The folder, for the one process that writes."""
+    trainer: Trainer
+    shipped: ImageClassifier
+    """A copy of the classifier, to validate and save with the weights to keep."""
+    held_out: Validation | None
+    images: Mapping[str, Mapping[str, Any]]
+    notes: dict[str, Any]
+    """Saved with each checkpoint; `loss` and `images` are of the epoch so far."""
+
+    def log(self, kind: str, values: Mapping[str, Any]) -> None:
+        """A line of log.jsonl, one per step and one per epoch."""
+        if self.path is not None:
+            with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        self.log("step", asdict(report))
+        self.notes["seconds"] += seconds
+        self.notes["loss"] += report.loss * report.images
+        self.notes["images"] += report.images
+
+    def finish_epoch(self, report: StepReport) -> EpochReport | None:
+        """Validate, note, and save; `checkpoint-best` is chosen by certified accuracy, then by the undefended one. On
+        processes that are not the main one, only wait for it."""
+        notes, accelerator = self.notes, self.trainer.accelerator
+        self.shipped.load_state_dict(self.trainer.weights())
         found: dict[str, Rate] = {}
-        if accelerator.is_main_process and held_out is not None:
-            found = held_out.measure(shipped)
+        if accelerator.is_main_process and self.held_out is not None:
+            found = self.held_out.measure(self.shipped)
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
@@ -163,60 +235,31 @@ def train(
             notes["epochs"].append(epoch)
             if notes["best"] is None or _score(epoch) > _score(notes["best"]):
                 notes["best"] = epoch
-                if place is not None:
-                    save_checkpoint(shipped, place.path / "checkpoint-best", extra=epoch | chosen)
-            log.add("epoch", epoch)
+                if self.path is not None:
+                    seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
+                    save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
+            self.log("epoch", epoch)
         loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
-        save()
+        self.save()
         return EpochReport(report.epoch + 1, report.step, loss, found)
 
-    longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
-    with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
-        resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
-        notes: dict[str, Any] = dict(resumed.notes) if resumed else {"epochs": [], "best": None, "seconds": 0.0}
-        notes = {"loss": 0.0, "images": 0} | notes  # of the epoch so far
-        log = TrainingLog(None if place is None else place.path / "log.jsonl")
-        log.cut_after(trainer.step)
-        if on_start is not None:
-            on_start(trainer)
-        saved = clock = time.monotonic()
-        for report in trainer.run():
-            notes["seconds"] += time.monotonic() - clock
-            clock = time.monotonic()
-            log.add("step", asdict(report))
-            notes["loss"] += report.loss * report.images
-            notes["images"] += report.images
-            ended = report.step % trainer.steps_per_epoch == 0
-            epoch = finish_epoch(report) if ended else None
-            try:
-                if on_step is not None:
-                    on_step(report)
-                if epoch is not None and on_epoch is not None:
-                    on_epoch(report, epoch)
-            except BaseException:
-                if not ended:  # a step that was seen is on disk
-                    save()
-                raise
-            if clock - saved > 60 * checkpoint_minutes:
-                save()
-                saved = time.monotonic()
-        shipped.load_state_dict(trainer.weights())
-        network.load_state_dict(trainer.weights())
-        network.source, network.history = f"trained from {network.source.removeprefix('trained from ')}", history
-        kept = {name: value for name, value in notes.items() if name not in ("loss", "images")}
-        results = {"schema": SCHEMA, "status": "complete", "best": notes["best"], **kept}
-        results["weights_sha256"] = weights_sha256(shipped)
-        if place is not None:
-            identity = manifest["identity"]
-            doubt = changes_since(identity["data_sha256"], source)
-            if doubt is None and held_out is not None:
-                doubt = changes_since(identity["validation_sha256"], held_out.source)
-            if doubt is not None:
-                place.spoil(doubt)
-            write_atomically(place.path / "results.json", dump_json(results))
-    accelerator.end_training()
-    classifier.eval()
-    return Trained(classifier, results, path)
+    def save(self) -> None:
+        from patchproof.training.checkpoint import save_training
+
+        if self.path is not None:
+            self.shipped.load_state_dict(self.trainer.weights())
+            history = {"trained_on": self.images["train"]}
+            save_training(self.path / "checkpoint-last", self.trainer, self.shipped, self.notes, history=history)
+
+    def results(self) -> dict[str, Any]:
+        """results.json of a finished training."""
+        kept = {name: value for name, value in self.notes.items() if name not in ("loss", "images")}
+        results = {"schema": SCHEMA, "status": "complete", "best": self.notes["best"], **kept}
+        return results | {"weights_sha256": weights_sha256(self.shipped)}
+
+
+def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
+    return epoch["certified"]["k"], epoch["undefended"]["k"]
 
 
 def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accelerator) -> Trainer:
@@ -238,27 +281,22 @@ def _manifest(
     trainer: Trainer,
     shipped: ImageClassifier,
     images: Mapping[str, Mapping[str, Any]],
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """`shipped` still has the weights that training begins with."""
     data, accelerator = trainer.data, trainer.accelerator
     same = "test" in images and images.get("validation") == images["test"]
-    return {
-        "schema": SCHEMA,
-        "command": "train",
-        "config": dict(config),
-        "identity": plain(
-            {
-                "weights_sha256": weights_sha256(shipped),
-                "data_sha256": images["train"]["sha256"],
-                "validation_sha256": images["validation"]["sha256"] if "validation" in images else None,
-                "images": f"{len(data.indices)} of {len(data.source)}",
-                "preprocessing": preprocessing_facts(data.preprocessing),
-                "plan": trainer.plan.describe(),
-                "device": accelerator.device.type,
-                "steps": trainer.total_steps,
-            }
-        ),
+    identity = {
+        "weights_sha256": weights_sha256(shipped),
+        "data_sha256": images["train"]["sha256"],
+        "validation_sha256": images["validation"]["sha256"] if "validation" in images else None,
+        "images": f"{len(data.indices)} of {len(data.source)}",
+        "preprocessing": preprocessing_facts(data.preprocessing),
+        "plan": trainer.plan.describe(),
+        "device": accelerator.device.type,
+        "steps": trainer.total_steps,
+    }
+    facts = {
         "data": images,
         "remarks": [SELECTED_ON_TEST.format(**images["test"])] if same else [],
         "model": classifier_summary(shipped),
@@ -266,8 +304,8 @@ def _manifest(
         "steps": trainer.total_steps,
         "processes": accelerator.num_processes,
         "precision": trainer.plan.precision,
-        **made_with(accelerator.device),
     }
+    return new_manifest("train", config, identity, facts, accelerator.device)
 
 
 def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
@@ -294,10 +332,6 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
             "schedule `constant` can always go on)"
         )
     return True
-
-
-def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
-    return epoch["certified"]["k"], epoch["undefended"]["k"]
 
 
 class Validation:
@@ -342,29 +376,18 @@ class Validation:
         return {"undefended": Rate(undefended, n), "certified": Rate(certified, n)}
 
 
-class TrainingLog:
-    """log.jsonl: one line per step and one per epoch."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-
-    def add(self, kind: str, values: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, **values}) + "\n")
-
-    def cut_after(self, step: int) -> None:
-        """Remove the steps after the checkpoint, which will be repeated, and a line cut short by a kill."""
-        if self.path is None or not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text("utf-8", errors="replace").splitlines():
-            try:
-                if int(json.loads(line)["step"]) <= step:
-                    kept.append(line)
-            except UNREADABLE:
-                continue
-        write_atomically(self.path, "".join(f"{line}\n" for line in kept))
+def cut_log(path: Path, step: int) -> None:
+    """Remove the steps after the checkpoint, which will be repeated, and a line cut short by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            if int(json.loads(line)["step"]) <= step:
+                kept.append(line)
+        except UNREADABLE:
+            continue
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:

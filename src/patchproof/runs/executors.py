@@ -236,3 +236,8 @@ def launched() -> Executor:
 def local_rank() -> int | None:
     """Which of the machine's processes, and so which GPU, this is; None without a launcher."""
     return environment_number("LOCAL_RANK", 0) if environment_number("WORLD_SIZE", 1) > 1 else None
+
+
+def default_workers() -> int:
+    """Threads that decode images: one per core, at most 16, shared among the processes of the machine."""
+    return max(1, min(16, (os.cpu_count() or 2) // environment_number("LOCAL_WORLD_SIZE", 1)))
