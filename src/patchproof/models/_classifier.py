@@ -112,7 +112,7 @@ class ImageClassifier(Wrapped, nn.Module):
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.shift):
             raise InputError(f"expected images of {len(self.shift)} channels (b c h w), got {tuple(images.shape)}")
-        return (images - self.mean[:, None, None]) / self.std[:, None, None]
+        return (images - self.mean[:, None, None]).div_(self.std[:, None, None])
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
