@@ -26,7 +26,6 @@ from patchproof.report import build_report
 from patchproof.training.search import Memory
 from test_cli import assert_one_line, content
 
-
 GREEDY = ("--strategy", "greedy", "--schedule", "cosine")
 
 
