@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from patchproof.report import build_report
 from patchproof.training.search import Memory
 from test_cli import assert_one_line, content
 
+GREEDY = ("--strategy", "greedy", "--schedule", "cosine")
+
 
 def two_classes(root: Path, counts: dict[str, int]) -> Path:
     """Two classes that can be told apart, in these splits."""
@@ -39,6 +44,23 @@ def two_classes(root: Path, counts: dict[str, int]) -> Path:
 @pytest.fixture
 def data(tmp_path) -> Path:
     return two_classes(tmp_path / "data", {"train": 14, "val": 5})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path, str]:
+    """The data and the folder of a training that nothing disturbed, and what it said."""
+    folder, said = tmp_path_factory.mktemp("finished"), io.StringIO()
+    data = two_classes(folder / "data", {"train": 14, "val": 5})
+    with contextlib.redirect_stderr(said):
+        assert train(data, *GREEDY, "--output", str(folder / "r")) == 0
+    return data, folder / "r", said.getvalue()
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """The data of that training; it is in `r`, to do anything with."""
+    shutil.copytree(finished[1], tmp_path / "r")
+    return finished[0]
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +124,7 @@ def last_line(capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1] + "\n"
 
 
-def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(data, tmp_path):
-    assert train(data, "--output", "r", "--strategy", "greedy") == 0
+def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(copied, tmp_path):
     assert len(losses("r")) == 8
     results, manifest = content("r", "results"), content("r", "manifest")
     assert [e["epoch"] for e in results["epochs"]] == [1, 2]
@@ -113,31 +134,28 @@ def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(data, 
         assert load_checkpoint(tmp_path / "r" / name).class_names == ("dark", "light")
     assert manifest["search"] == {"forwards": 25, "backwards": 0}
     assert manifest["config"]["strategy"] == manifest["identity"]["plan"]["strategy"] == "greedy"
-    assert run(["certify", "--weights", "r/checkpoint-last", "--dataset", str(data), "--output", "c"]) == 0
+    assert run(["certify", "--weights", "r/checkpoint-last", "--dataset", str(copied), "--output", "c"]) == 0
     certified = content("c", "manifest")["identity"]["weights_sha256"]
     assert results["weights_sha256"] == certified != manifest["identity"]["weights_sha256"]
     before = weights("r"), losses("r")
-    assert train(data, "--output", "r", "--strategy", "greedy", "--resume") == 0
+    assert train(copied, *GREEDY, "--output", "r", "--resume") == 0
     assert (weights("r"), losses("r")) == before
 
 
-def test_a_run_is_continued_only_with_what_it_began_with(data, capsys):
-    short = ("--output", "r", "--limit", "16", "--epochs", "1")
-    assert train(data, *short) == 0
-    capsys.readouterr()
-    assert train(data, *short) == 2
+def test_a_run_is_continued_only_with_what_it_began_with(copied, capsys):
+    assert train(copied, *GREEDY, "--output", "r") == 2
     assert_one_line(last_line(capsys), "already holds a run; continue it with --resume")
-    assert train(data, *short, "--resume", "--momentum", "0.5") == 1
+    assert train(copied, *GREEDY, "--output", "r", "--resume", "--momentum", "0.5") == 1
     assert_one_line(last_line(capsys), "cannot be continued: momentum was 0.9, now 0.5")
 
 
-def test_the_head_is_replaced_when_the_classes_differ(data, tmp_path):
-    assert train(data, "--output", "two", "--epochs", "1") == 0
+def test_the_head_is_replaced_when_the_classes_differ(data, finished, tmp_path):
+    two = str(finished[1] / "checkpoint-last")
     for split in ("train", "val"):
         (data / split / "grey").mkdir()
         for number in range(4):
             Image.new("L", (28, 28), 100 + number).save(data / split / "grey" / f"{number}.png")
-    assert train(data, "--weights", "two/checkpoint-last", "--output", "three", "--epochs", "1") == 0
+    assert train(data, "--weights", two, "--output", "three", "--epochs", "1") == 0
     assert load_checkpoint(tmp_path / "three" / "checkpoint-last").class_names == ("dark", "grey", "light")
 
 
@@ -151,10 +169,9 @@ def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path
     assert all(torch.isfinite(p).all() for p in classifier.parameters())
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(commands, data):
-    assert train(data, "--output", "r", "--epochs", "1") == 0
+def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(commands, copied):
     before = weights("r")
-    words = command(data, "--output", "full", "--weights", "r/checkpoint-last")
+    words = command(copied, "--output", "full", "--weights", "r/checkpoint-last")
     code, complaint = commands.run(words, Fault(file_bytes=100_000))  # the checkpoint is larger
     assert code == 1
     assert_one_line(complaint.splitlines()[-1] + "\n", r"cannot write model\.safetensors|File too large")
@@ -170,12 +187,11 @@ def test_unreadable_training_images_stop_the_run_or_are_skipped_when_told(data, 
     assert len(losses("stops")) == 8
 
 
-def test_an_interrupted_resume_does_not_lose_the_log(data, tmp_path, monkeypatch):
-    assert train(data, "--output", "r") == 0
+def test_an_interrupted_resume_does_not_lose_the_log(copied, monkeypatch):
     before = losses("r")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert train(data, "--output", "r", "--resume") == 130
+        assert train(copied, *GREEDY, "--output", "r", "--resume") == 130
     assert losses("r") == before
 
 
@@ -218,10 +234,10 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     assert "checkpoint-best certifies on them is optimistic" in content("s", "manifest")["remarks"][0]
 
 
-def test_the_loss_of_an_epoch_is_its_mean(data, capsys):
-    assert train(data, "--output", "r") == 0
-    shown = [float(number) for number in re.findall(r"epoch \d: mean loss (\S+),", capsys.readouterr().err)]
-    found = losses("r")
+def test_the_loss_of_an_epoch_is_its_mean(finished):
+    _, folder, said = finished
+    shown = [float(number) for number in re.findall(r"epoch \d: mean loss (\S+),", said)]
+    found = losses(folder)
     sizes = [8, 8, 8, 4]  # 28 images
     means = [sum(size * one for size, one in zip(sizes, part, strict=True)) / 28 for part in (found[:4], found[4:])]
     assert shown == pytest.approx(means, abs=0.0006)
@@ -241,19 +257,20 @@ def test_stopped_by_a_signal_training_saves_the_step_and_goes_on_from_it(command
     assert len(losses("r")) == json.loads(Path("r/checkpoint-last/training.json").read_text())["step"] < 120
 
 
-def test_a_finished_training_goes_on_with_more_epochs_where_its_schedule_allows(data, capsys):
-    constant = ("--schedule", "constant")
+def test_a_finished_training_goes_on_with_more_epochs_where_its_schedule_allows(data):
+    constant = ("--schedule", "constant", "--limit", "16")
     assert train(data, "--output", "two", *constant) == 0
     assert train(data, "--output", "r", "--epochs", "1", *constant) == 0
     assert train(data, "--output", "r", *constant, "--resume") == 0
     assert (losses("r"), weights("r")) == (losses("two"), weights("two"))
-    assert content("r", "manifest")["steps"] == 8
-    assert train(data, "--output", "cosine", "--epochs", "1", "--schedule", "cosine") == 0
-    before = weights("cosine")
-    capsys.readouterr()
-    assert train(data, "--output", "cosine", "--epochs", "2", "--schedule", "cosine", "--resume") == 1
-    assert_one_line(last_line(capsys), "cannot go on to 2 epochs: with the schedule `cosine` .* another --output")
-    assert weights("cosine") == before
+    assert content("r", "manifest")["steps"] == 4
+
+
+def test_a_training_whose_schedule_depends_on_its_length_does_not_go_on(copied, capsys):
+    before = weights("r")
+    assert train(copied, *GREEDY, "--output", "r", "--epochs", "3", "--resume") == 1
+    assert_one_line(last_line(capsys), "cannot go on to 3 epochs: with the schedule `cosine` .* another --output")
+    assert weights("r") == before
 
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchproof"]

@@ -106,13 +106,18 @@ class Visit:
             self.page.locator(target).first.dispatch_event(event, {"dataTransfer": transfer})
 
 
-@pytest.fixture
-def visit(browser, address) -> Iterator[Visit]:
+@pytest.fixture(scope="module")
+def opened(browser, address) -> Iterator[Visit]:
     visit = Visit(browser, address)
     yield visit
     visit.page.close()
-    assert visit.errors == []
-    assert visit.outside == []
+
+
+@pytest.fixture
+def visit(opened) -> Iterator[Visit]:
+    """The page as the test before left it: opening it takes longer than most tests."""
+    yield opened
+    assert (opened.errors, opened.outside) == ([], [])
 
 
 def test_a_click_on_the_heat_map_shows_that_copy(visit):

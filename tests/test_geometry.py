@@ -188,7 +188,7 @@ def test_aligned_masks_cover_with_edges_between_the_units_and_none_is_larger_tha
         covering_masks(threat_of(28, 5), per_axis=3, align=(16, 16))
 
 
-@settings(max_examples=150)
+@settings(max_examples=3 * settings().max_examples)
 @given(st.data())
 def test_rectangles_of_several_sizes_are_covered_with_counts_by_axis(data):
     image_size = data.draw(sides(12))
@@ -232,7 +232,7 @@ def test_covering_masks_needs_a_mask_on_each_axis(per_axis):
 # MaskSet
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings().max_examples)
 @given(mask_sets(side=6, masks=4))
 def test_keep_is_false_exactly_on_the_masks(masks):
     keep = masks.keep()
@@ -263,7 +263,7 @@ def test_mask_set_refuses_masks_that_are_empty_or_leave_the_image(rect):
 # uncovered
 
 
-@settings(max_examples=150)
+@settings(max_examples=3 * settings().max_examples)
 @given(st.data())
 def test_uncovered_lists_the_positions_brute_force_finds(data):
     masks = data.draw(mask_sets(side=8, masks=5))
@@ -314,7 +314,7 @@ def test_every_pair_of_positions_is_covered_until_a_union_is_dropped(image_size)
     assert not fewer.uncovered(threat_of(6, 1)), "every single position is still covered"
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.data())
 def test_uncovered_pairs_of_any_unions_are_those_brute_force_finds(data):
     rects = data.draw(mask_sets(side=6, masks=6))
@@ -402,7 +402,7 @@ def test_children_are_the_best_of_all_subsets(n, coarse, fine):
             assert [small.rects[i] for i in small.children(parent)] == expected_children(small, parent)
 
 
-@settings(max_examples=200)
+@settings(max_examples=5 * settings().max_examples)
 @given(
     st.sets(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=6),
     st.integers(0, 9),
@@ -474,7 +474,7 @@ def check_unions(masks: MaskSet) -> None:
     assert all(a == b for a, b in named[: len(singles)])
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 @given(mask_sets(side=5, masks=6))
 def test_unions_number_the_distinct_sets_of_pixels(masks):
     check_unions(masks)

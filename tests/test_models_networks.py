@@ -104,6 +104,21 @@ def test_own_networks_are_saved_and_loaded_like_every_other(name, tmp_path: Path
     assert hasattr(larger, "local_logits") == hasattr(larger, "receptive_field") == name.startswith("bagnet")
 
 
+@pytest.mark.parametrize("name", ["small", "bagnet5"])
+def test_a_pass_without_gradients_has_the_same_bits_and_leaves_what_it_was_given(name):
+    """It computes in place what one with gradients does not."""
+    classifier = load_classifier(name, "random", seed=2).eval()
+    x = images(2, 28)
+    with torch.no_grad():
+        found = classifier(x)
+    assert torch.equal(found, classifier(x))
+    assert torch.equal(x, images(2, 28))
+    seen = []
+    classifier.module.stem.register_forward_hook(lambda *call: seen.append(call[2]))
+    classifier(x)
+    assert bool((seen[0] < 0).any()), "what a hook keeps for its gradient is not written over"
+
+
 def test_local_logits_normalise_and_lower_like_logits():
     classifier = load_classifier("bagnet5", "random", seed=2)
     x = images(2)

@@ -93,6 +93,23 @@ def folder(tmp_path) -> Path:
     return write_run(tmp_path / "run", manifest(count=60), random_records(60))
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """Such a folder that nothing changes."""
+    return write_run(tmp_path_factory.mktemp("sound") / "run", manifest(count=60), random_records(60))
+
+
+@pytest.fixture(scope="module")
+def report(sound) -> Report:
+    """Of that folder, with figures that are drawn once."""
+    return build_report([sound])
+
+
+@pytest.fixture(scope="module")
+def lines(sound) -> list[dict]:
+    return [json.loads(line) for line in (sound / "records.jsonl").read_text().splitlines()]
+
+
 def assert_rate(row: dict[str, str], name: str, k: int, n: int) -> None:
     assert (int(row[f"{name} k"]), int(row[f"{name} n"]), float(row[f"{name} rate"])) == (k, n, k / n)
     assert (float(row[f"{name} low"]), float(row[f"{name} high"])) == Rate(k, n).interval
@@ -101,9 +118,7 @@ def assert_rate(row: dict[str, str], name: str, k: int, n: int) -> None:
 # Numbers
 
 
-def test_accuracies_and_classes_equal_a_plain_count_of_the_lines(folder):
-    report = build_report([folder])
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+def test_accuracies_and_classes_equal_a_plain_count_of_the_lines(report, lines):
     for row in table(report, "accuracies"):
         k = sum(line[row["accuracy"]] for line in lines)
         assert_rate(row, "rate (95% interval)", k, 60)
@@ -116,9 +131,7 @@ def test_accuracies_and_classes_equal_a_plain_count_of_the_lines(folder):
             assert_rate(row, name, sum(line[name] for line in mine), len(mine))
 
 
-def test_margins_and_cost_equal_plain_sorting(folder):
-    report = build_report([folder])
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+def test_margins_and_cost_equal_plain_sorting(report, lines):
     for row, certified in zip(table(report, "margins"), (True, False), strict=True):
         values = sorted(line["margin"] for line in lines if line["certified"] == certified)
         middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
@@ -196,17 +209,16 @@ def test_a_notice_about_several_runs_is_said_once():
 # Figures
 
 
-def test_series_and_bars_differ_in_black_and_white(folder):
+def test_series_and_bars_differ_in_black_and_white(report):
     styles = [series_style(number) for number in range(30)]
     assert len({(style["marker"], style["linestyle"]) for style in styles}) == 30
     assert {style["color"] for style in styles} == set(COLOURS)
-    (picture,) = [p for p in build_report([folder]).pictures if p.key == "margins"]
+    (picture,) = [p for p in report.pictures if p.key == "margins"]
     assert f"fill: {COLOURS[0].lower()}" in picture.svg
     assert "<pattern" in picture.svg
 
 
-def test_figures_have_axes_units_n_and_text_that_is_text(folder):
-    report = build_report([folder])
+def test_figures_have_axes_units_n_and_text_that_is_text(report):
     units = {"classes": "images of the class (%)", "margins": "margin (logits)", "cost": "passes per image"}
     units |= {"failing-masks": "column of masks"}
     failed = sum(not record.certified for record in random_records(60))
@@ -268,9 +280,9 @@ def test_more_classes_than_fit_are_ranked(tmp_path):
 # The page
 
 
-def test_the_page_is_complete_and_loads_nothing(folder, tmp_path):
-    for runs in ([folder], [folder, write_training(tmp_path / "trained")]):
-        source = build_report(runs, Options(title="My title")).html()
+def test_the_page_is_complete_and_loads_nothing(report, sound, tmp_path):
+    several = build_report([sound, write_training(tmp_path / "trained")], Options(title="My title"))
+    for source in (replace(report, title="My title").html(), several.html()):
         page = Parsed(source)
         assert page.ids
         assert len(page.ids) == len(set(page.ids))
@@ -283,8 +295,7 @@ def test_the_page_is_complete_and_loads_nothing(folder, tmp_path):
         assert not re.findall(r"https?://(?!www\.w3\.org/)", source)
 
 
-def test_every_accuracy_is_on_the_page_with_its_guarantee(folder):
-    report = build_report([folder])
+def test_every_accuracy_is_on_the_page_with_its_guarantee(report):
     page = shown(report)
     for row in table(report, "accuracies"):
         assert f"{100 * float(row['rate (95% interval) rate']):.1f}%" in page.text
@@ -483,8 +494,8 @@ def test_every_damage_is_said_and_the_rest_is_counted(folder, damage, words, lef
 
 
 @pytest.mark.parametrize("damage", [damage_a_line, lambda f: (f / "records.jsonl").write_text("")])
-def test_notices_stand_above_the_numbers_and_the_rest_is_shown(folder, damage):
-    assert texts(build_report([folder])) == []
+def test_notices_stand_above_the_numbers_and_the_rest_is_shown(report, folder, damage):
+    assert texts(report) == []
     damage(folder)
     report = build_report([folder])
     page = shown(report)
@@ -547,24 +558,30 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
 def test_a_damaged_training_run_says_so(tmp_path, damage, words):
     train = write_training(tmp_path / "t", epochs=4)
     assert read_run(train).notices == ()
-    (row,) = table(build_report([train]), "training")
+    damage(train)
+    assert [text for text in read_run(train).notices if words in text]
+
+
+def test_a_training_run_is_a_row_and_its_notices_are_on_the_page(tmp_path):
+    train = write_training(tmp_path / "t", epochs=4)
+    with (train / "log.jsonl").open("a") as log:
+        log.write('{"kind": "cat"}\n')
+    report = build_report([train])
+    (row,) = table(report, "training")
     assert (row["strategy"], row["extra passes per image"], row["best epoch"]) == ("greedy", "25", "4")
     assert (row["certified k"], row["certified n"], row["seconds"]) == ("20", "50", "3.5")
-    damage(train)
-    report = build_report([train])
-    assert [text for text in texts(report) if words in text]
-    assert words in shown(report).text
+    assert "1 line is damaged in log.jsonl and left out: 25" in shown(report).text
 
 
 # Files
 
 
-def test_only_an_earlier_report_is_written_over_and_nothing_in_the_run(folder, tmp_path):
+def test_only_an_earlier_report_is_written_over_and_nothing_in_the_run(report, folder, tmp_path):
     (folder / "records.jsonl").write_bytes((folder / "records.jsonl").read_bytes()[:-7])
     before = {path: path.read_bytes() for path in folder.rglob("*")}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    report = build_report([folder])
+    assert texts(build_report([folder]))
     with pytest.raises(InputError, match="holds other things than a report; choose another folder"):
         report.write(tmp_path / "mine")
     (tmp_path / "mine" / "index.html").write_text("<h1>my site</h1>")
@@ -579,16 +596,15 @@ def test_only_an_earlier_report_is_written_over_and_nothing_in_the_run(folder, t
     assert {path: path.read_bytes() for path in folder.rglob("*")} == before
 
 
-def test_the_command_writes_beside_one_run_and_below_runs_for_several(folder, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_beside_one_run_and_below_runs_for_several(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert command(["report", "run", "--title", "Mine"]) == 0
-    assert capsys.readouterr().out.strip().endswith("report: run/report/index.html")
-    assert "<title>Mine</title>" in (folder / "report" / "index.html").read_text("utf-8")
     for name in ("t", "u"):
         write_training(tmp_path / name)
+    assert command(["report", "t", "--title", "Mine"]) == 0
+    assert capsys.readouterr().out.strip().endswith("report: t/report/index.html")
+    assert "<title>Mine</title>" in (tmp_path / "t" / "report" / "index.html").read_text("utf-8")
     (tmp_path / "r.yaml").write_text("title: From a file\n")
-    for _ in range(2):
-        assert command(["report", "t", "u", "--config", "r.yaml"]) == 0
+    assert command(["report", "t", "u", "--config", "r.yaml"]) == 0
     (page,) = (tmp_path / "runs").glob("report-2-runs-*/index.html")
     assert "From a file" in page.read_text("utf-8")
 

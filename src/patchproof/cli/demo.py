@@ -17,7 +17,7 @@ STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
 START_EPOCHS = 2
 TRAINING_IMAGES = 5000
-VALIDATION_IMAGES = 200
+VALIDATION_IMAGES = 100
 TITLE = "Random masks or worst-case masks: what can be proved?"
 
 

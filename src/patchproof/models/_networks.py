@@ -22,6 +22,11 @@ Block = tuple[int, int, int]
 """Of a BagNet: width, kernel of its first convolution, stride."""
 
 
+def relu(features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """In place where no gradient is recorded: a twenty-fifth of a pass of `small` on a CPU."""
+    return functional.relu(features, inplace=not torch.is_grad_enabled())
+
+
 def conv_norm(inputs: int, outputs: int, *, kernel: int, stride: int = 1) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
@@ -38,7 +43,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Identity() if same else conv_norm(inputs, outputs, kernel=1, stride=stride)
 
     def forward(self, features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d h2 w2"]:
-        return functional.relu(self.shortcut(features) + self.second(functional.relu(self.first(features))))
+        return relu(self.shortcut(features) + self.second(relu(self.first(features))))
 
 
 class Residual(nn.Module):
@@ -84,7 +89,7 @@ class SmallResNet(Residual):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
-        return self.stages(functional.relu(self.stem(images)))
+        return self.stages(relu(self.stem(images)))
 
 
 class AblatedResNet(SmallResNet):
@@ -126,7 +131,7 @@ class BagNet(Residual):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
-        return self.blocks(functional.relu(self.stem(images)))
+        return self.blocks(relu(self.stem(images)))
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
