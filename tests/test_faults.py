@@ -132,7 +132,7 @@ def changed(job: Job, folder: Path, name: str, content: bytes) -> Path:
 KILLS = [
     ("certify", signal.SIGKILL, 2),
     ("certify", signal.SIGTERM, 1),
-    pytest.param("certify", signal.SIGINT, 1, marks=slow),
+    ("certify", signal.SIGINT, 1),
     ("train", signal.SIGKILL, 1),
     pytest.param("train", signal.SIGTERM, 12, marks=slow),
     pytest.param("train", signal.SIGKILL, 30, marks=slow),
