@@ -45,9 +45,9 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image."
 ONE_EPOCH = f"{HEADLINE} One epoch of fine-tuning, not ten."
 STRONGER = (
-    f"{HEADLINE} greedy: the paper's schedule. memory: 8 epochs, cosine, averaged weights (0.998), tries 2,2,2,1. pair: "
-    "its seeds 1 and 2 as one ensemble, two passes for one. student: 10 epochs, otherwise as memory, taught by the pair "
-    "(weight 0.7), light augmentation."
+    f"{HEADLINE} greedy: the paper's schedule. memory: 8 epochs, cosine, averaged weights (0.998), tries 2,2,2,1. "
+    "pair: its seeds 1 and 2 as one ensemble, two passes for one. student: 10 epochs, otherwise as memory, taught by "
+    "the pair (weight 0.7), light augmentation."
 )
 IN_TABLE_1 = ("cutout", "rand", "greedy")
 """What the paper has for every patch."""

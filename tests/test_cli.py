@@ -299,7 +299,7 @@ WRONG = [
     ("certify --weights random --output file", "cannot create the folder 'file': file is a file"),
     ("certify --output file/run", "cannot create the folder 'file/run': file is a file"),
     ("certify images", "unexpected argument: images; see `patchproof certify --help`"),
-    ("certify --epochs 3", "Unknown option: --epochs. It is for the command train, demo."),
+    ("certify --epochs 3", "Unknown option: --epochs. It is for the command demo, train."),
     ("certify --limit 3 --config", "--config requires an argument"),
     ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
     ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),

@@ -198,7 +198,7 @@ def test_a_file_may_use_dashes_and_leave_things_out(tmp_path):
         ("per_axis: 6", "unknown setting `per_axis`"),
         ("zzzzzz: 6", "unknown setting `zzzzzz`; known are"),
         ("masks: 2.5", "`masks` must be a whole number, not 2.5"),
-        ("epochs: 3", "unknown setting `epochs`; it is for the command train, demo"),
+        ("epochs: 3", "unknown setting `epochs`; it is for the command demo, train"),
         ("json: maybe", "`json` must be true or false, not 'maybe'"),
         ("masks: true", "`masks` must be a whole number, not True"),
         ("masks: 3\nmasks: 4", "`masks` is set more than once"),

@@ -104,7 +104,8 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
         does = getattr(importlib.import_module(f"patchproof.cli.{module}"), function)
         return does(*values, *[None] * (places - len(values)), settings)
 
-    call.__doc__, call.__signature__ = kind.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__name__, call.__doc__ = command, kind.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
 
