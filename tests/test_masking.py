@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -225,7 +226,8 @@ def test_a_fast_label_within_tau_is_decided_again_in_float32(fast, exact, label,
 
 
 def test_images_are_prepared_once_and_answers_are_those_of_each_copy_alone():
-    """Also with a mask colour other than the mean, with a classifier whose forward does more, and with NaN hidden."""
+    """Also with a mask colour other than the mean, with NaN hidden, and with a classifier whose forward does more: a
+    subclass, one with a hook, one with another forward."""
 
     class Louder(ImageClassifier):
         def forward(self, images):
@@ -235,10 +237,17 @@ def test_images_are_prepared_once_and_answers_are_those_of_each_copy_alone():
     images, keep = torch.rand(4, 3, 9, 9, generator=generator), MASKS.keep()
     images[0, :, :2, :2] = torch.nan
     image, first, second = (torch.randint(n, (60,), generator=generator) for n in (4, len(keep), len(keep)))
-    for kind, fill in ((ImageClassifier, None), (ImageClassifier, (0.1, 0.9, 0.3)), (Louder, None)):
+    kinds = ((ImageClassifier, None), (ImageClassifier, (0.1, 0.9, 0.3)), (Louder, None))
+    changes = (
+        lambda classifier: None,
+        lambda classifier: classifier.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,)),
+        lambda classifier: setattr(classifier, "forward", lambda images: classifier.module(images)),
+    )
+    for (kind, fill), change in itertools.product(kinds, changes):
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(243, 5))
         shape = {"input_size": (9, 9), "num_classes": 5}
         classifier = kind(module, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), fill=fill, **shape).eval()
+        change(classifier)
         evaluator = Evaluator(classifier, pp.Engine(batch_size=7))
         found = evaluator.evaluate(images, keep, Copies(image, first, second), lambda logits, _: logits)
         colour = torch.tensor(classifier.fill)[:, None, None]
@@ -257,6 +266,12 @@ def test_a_certificate_asks_only_whether_a_label_is_the_images_own():
         found = every.certify(images, torch.tensor([label]))
         assert (found.certified.tolist(), found.forwards.tolist()) == ([label == 2], [passes * len(MASKS.unions)])
     assert every.assess(images, torch.tensor([0])).predictions.tolist() == [2]
+    table = every.pairs(images, torch.tensor([0])).table
+    table.evaluate_all(settle=False)
+    table.against(torch.tensor([1]))
+    assert not table.right().any(), "what was not settled is not known about another label"
+    table.evaluate_all()
+    assert table.label.unique().tolist() == [2]
 
 
 def test_an_infinite_float32_lead_certifies_nothing():

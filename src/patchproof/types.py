@@ -89,7 +89,10 @@ class Preprocessing:
 
 def require_free(folder: Path, *, resume: bool) -> None:
     """Refuse a folder that cannot be made, or with a run in it that is not to be resumed."""
-    there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    try:
+        there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    except OSError as error:
+        raise InputError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
     if there is not None and not there.is_dir():
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
     if not resume and (folder / "manifest.json").exists():

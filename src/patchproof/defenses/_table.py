@@ -43,6 +43,7 @@ class MaskTable:
         self.evaluator.refresh()
         shape = len(self.images), len(self.first)
         self.known = torch.zeros(shape, dtype=torch.bool)
+        self.settled = torch.zeros(shape, dtype=torch.bool)
         self.label = torch.zeros(shape, dtype=torch.int64)
         self.gap = torch.zeros(shape, dtype=torch.float32)
         self.margin = torch.zeros(shape, dtype=torch.float32)
@@ -51,11 +52,12 @@ class MaskTable:
             self.against(self.labels)
 
     def against(self, labels: Int64[Tensor, " b"]) -> MaskTable:
-        """Measure margins against these labels from now on; what is known is kept.
+        """Measure margins against these labels from now on; what is settled is kept.
 
         In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
         """
         require_labels(labels, len(self.images))
+        self.known &= self.settled
         self.labels = labels.cpu()
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)
         return self
@@ -65,16 +67,17 @@ class MaskTable:
         asks."""
         asked = torch.zeros_like(self.known)
         asked[image, cell] = True  # each cell once, however often it was named
-        image, cell = torch.nonzero(asked & ~self.known, as_tuple=True)
+        image, cell = torch.nonzero(asked & ~(self.settled if settle else self.known), as_tuple=True)
         copies = Copies(image, self.first[cell], self.second[cell])
         found = self.evaluator.answers(self.images, self.keep, copies, self.labels, settle=settle)
         self.label[image, cell], self.gap[image, cell], self.margin[image, cell] = found.label, found.gap, found.margin
         self.forwards.index_add_(0, image, found.passes)
         self.known[image, cell] = True
+        self.settled[image, cell] = settle
 
     def evaluate_all(self, *, settle: bool = True) -> None:
         """Make every cell known."""
-        self.evaluate(*torch.nonzero(~self.known, as_tuple=True), settle=settle)
+        self.evaluate(*torch.nonzero(~(self.settled if settle else self.known), as_tuple=True), settle=settle)
 
     def row(self, cells: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
         """The labels of every image in these cells."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchproof.masking._images import fill_colour, show
-from patchproof.models import PREPARING, Core
+from patchproof.masking._images import explained, fill_colour, show
+from patchproof.models import Core, only_prepares
 from patchproof.types import CheckError, Classifier, Precision
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,8 +61,8 @@ class Network:
         done once, not again for every masked copy."""
         inner: Any = self.classifier
         ready = images
-        if type(inner) in PREPARING:
-            with self._arithmetic(images):
+        if only_prepares(inner):
+            with self._arithmetic(images), explained(images):
                 inner, ready = Core(inner, fill_colour(inner, images)), inner.prepared(images)
 
         def copies(rows: Tensor, keep: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 from typing import Any, TypeVar
@@ -105,6 +106,20 @@ def occlude(
     return torch.where(keep, images, fill)
 
 
+@contextmanager
+def explained(images: Tensor) -> Iterator[None]:
+    """An error of the classifier's own, inside, says on which images."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PatchproofError) or out_of_memory(error):
+            raise
+        raise CheckError(
+            f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
+            f"{failure(error)}; is that the size it was built for?"
+        ) from error
+
+
 def show(
     classifier: Classifier, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"] | None
 ) -> Float[Tensor, "b classes"]:
@@ -114,16 +129,9 @@ def show(
     the hidden pixels filled all the same: a certificate must not depend on its looking away.
     """
     masked = images if keep is None else occlude(images, keep, fill_colour(classifier, images))
-    try:
+    with explained(images):
         own = None if keep is None else getattr(classifier, "masked", None)
         logits: Any = classifier(masked) if own is None else own(masked, keep)
-    except Exception as error:
-        if isinstance(error, PatchproofError) or out_of_memory(error):
-            raise
-        raise CheckError(
-            f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
-            f"{failure(error)}; is that the size it was built for?"
-        ) from error
     if not isinstance(logits, Tensor):
         raise CheckError(
             f"the classifier returns a {type(logits).__name__}, not a tensor of logits (images, classes); wrap it in a "

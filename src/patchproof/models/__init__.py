@@ -3,13 +3,13 @@
 from patchproof.models._bounds import margin_bounds, passable_layers
 from patchproof.models._build import list_models, wordnet_words
 from patchproof.models._classifier import (
-    PREPARING,
     Core,
     ImageClassifier,
     adopt,
     classifier_summary,
     mask_colour,
     match_labels,
+    only_prepares,
     rewrap,
     weights_sha256,
 )
@@ -42,7 +42,6 @@ __all__ = [
     "EMBEDDED",
     "EMBEDDED_SOURCE",
     "NETWORKS",
-    "PREPARING",
     "SEAL",
     "Core",
     "ImageClassifier",
@@ -63,6 +62,7 @@ __all__ = [
     "margin_bounds",
     "mask_colour",
     "match_labels",
+    "only_prepares",
     "passable_layers",
     "replace_head",
     "rewrap",

@@ -175,8 +175,13 @@ class Lowered(Wrapped):
         return self.module(self.prepared(images))
 
 
-PREPARING = (ImageClassifier, Lowered)
-"""They do nothing but prepare images for their module, so a `Core` can take their place; a subclass may do more."""
+def only_prepares(classifier: Any) -> bool:
+    """Whether it does nothing but prepare images for its module, so that a `Core` can take its place: a subclass, a
+    hook or a forward of its own may do more."""
+    if type(classifier) not in (ImageClassifier, Lowered):
+        return False
+    added = ("_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl", "forward", "prepared")
+    return not any(vars(classifier).get(name) for name in added)
 
 
 def adopt(module: nn.Module, *, input_size: Size, num_classes: int, channels: int = 3) -> ImageClassifier:
