@@ -595,6 +595,9 @@ def test_a_dry_run_estimates_and_writes_nothing(capsys, monkeypatch):
     assert certify("--masks", 1, "--limit", 1, "--dry-run") == 0
     assert "to 0:00:00" not in capsys.readouterr().out  # an upper bound is rounded up
     assert not Path("runs").exists()
+    monkeypatch.setattr("patchproof.cli._runs.PASSES_WORTH_A_WORD", 10)
+    assert certify("--masks", 2, "--limit", 3, "--output", "announced") == 0
+    assert "note: 3 images with 4 masks: 12 to 30 passes" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 10_000)
     assert certify("--masks", 20) == 2
     assert_one_line(
@@ -655,6 +658,12 @@ def test_results_as_json_quiet_and_with_a_traceback(photos, checkpoint, capsys):
     assert json.loads(shown.out) == {"folder": "r", **content("r", "results")}
     assert shown.err == ""
     assert not {"json", "quiet", "dry_run"} & set(content("r", "manifest")["config"])
+    more = []
+    for number, flag in enumerate(("--verbose", "--json")):
+        assert certify(*common[:-1], f"v{number}", flag) == 0
+        shown = " ".join(capsys.readouterr().err.split())
+        more.append([words in shown for words in ("note: network small", "images of", "a label needs a margin of")])
+    assert more == [[True] * 3, [False] * 3]
     for words in (["report", "r", "--images", "0"], ["ls", "datasets"], ["ls", "models", "resnet18*"], ["doctor"]):
         assert run([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)

@@ -40,7 +40,7 @@ class CommonSettings:
     quiet: bool = False
     """Results and errors only: no progress, no notes."""
     verbose: bool = False
-    """Say more about what is being done."""
+    """Also say which network and images were found, and what was measured."""
     debug: bool = False
     """Show where in the program an error arose (traceback)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
@@ -19,6 +20,8 @@ from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_
 from patchproof.runs import local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
 from patchproof.types import InputError, Size, require_free
+
+LOGGER = logging.getLogger("patchproof")
 
 
 def choose_device(name: str) -> torch.device:
@@ -76,12 +79,17 @@ def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None =
         return load_classifier(model, weights, class_names=names, **options)
 
     classifier: Any = assembled(named_network(settings)[1], load, mirror=settings.mirror)
+    LOGGER.debug(f"network {classifier.architecture} ({classifier.source}), on {device}")
     return classifier.to(device).to(memory_format=torch.channels_last)
 
 
 def open_source(settings: DataSettings) -> ImageSource:
     require_workers(settings.workers)
-    return open_dataset(settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download)
+    source = open_dataset(
+        settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download
+    )
+    LOGGER.debug(f"{len(source):,} images of {len(source.class_names)} classes: {source.name}, split {source.split}")
+    return source
 
 
 def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, native: Collection[Size] = ()) -> Any:

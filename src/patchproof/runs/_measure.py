@@ -90,9 +90,15 @@ def _measured(defense: Any, engine: Engine, images: Tensor, copies: int, work: i
     measured, drift = check_classifier(
         defense.classifier, images, _masks(defense), num_classes=classes, engine=engine, copies=copies, work=work
     )
+    logger = logging.getLogger("patchproof")
     if remark := drift.remark(engine.precision):
         level = logging.INFO if engine.precision == "auto" else logging.WARNING
-        logging.getLogger("patchproof").log(level, remark + ("; compiled" if measured.compile else ""))
+        logger.log(level, remark + ("; compiled" if measured.compile else ""))
+    fast = "" if measured.fast == "fp32" else f"{measured.tau:.3g} in {measured.fast}, "
+    logger.debug(
+        f"a label needs a margin of {fast}{measured.tau_fp32:.3g} in float32, measured on {drift.copies} masked "
+        f"copies; batches of {measured.batch_size}"
+    )
     return measured, drift
 
 
