@@ -181,7 +181,7 @@ def test_defence_of_ones_own_is_certified_killed_resumed_attacked_and_reported(t
 def test_strategy_with_memory_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole_plan = plan()
     whole = pp.train(network(), examples(), whole_plan, folder=tmp_path / "whole", validation=examples()[:10])
-    # No fork: whether gradients can be computed in one depends on what its parent has computed before.
+    # No fork: a training forked from a process that has run other tests once ended with an error instead.
     call = f"import test_seams; test_seams.train_until_killed({str(tmp_path / 'killed')!r}, {torch.get_num_threads()})"
     ended = subprocess.run([sys.executable, "-c", call], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
