@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from patchproof.data import open_dataset
 from patchproof.report import build_report
-from patchproof.report._content import attacked_rates
+from patchproof.report._counts import attacked_rates
 from patchproof.report._plots import bounds_picture
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record

@@ -16,8 +16,7 @@ import pytest
 from patchproof.report import Options, build_report
 from patchproof.report._compare import TracedRun
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several
-from patchproof.report._content import mask_shares, witness
-from patchproof.report._paired import Paired, compare, count_pairs, holm
+from patchproof.report._counts import Paired, compare, count_pairs, holm, mask_shares, witness
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
 from patchproof.types import InputError
@@ -158,7 +157,7 @@ def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_pat
     assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
     (table,) = (table for table in build_report([runs[0], half]).tables if table.key == "paired")
-    assert {row[1] for row in table.rows} == {150}
+    assert {row[2] for row in table.rows} == {150}
 
 
 # Verdicts
@@ -233,18 +232,16 @@ def test_an_attack_ends_in_both_bounds_and_a_broken_certificate_in_a_warning(tmp
     assert report.conclusion.verdict[0] == "Do not rely on this defence: 1 certificate was broken by a patch."
 
 
-def test_where_interval_and_test_disagree_it_is_said_in_verdict_and_table(runs, tmp_path):
+def test_where_interval_and_test_disagree_the_verdict_says_so(runs, tmp_path):
     """Five images gained and none lost: the interval excludes 0, and the exact test has p = 1/16."""
     first = sorted(lines_of(runs[0]).values(), key=lambda line: line["certified"])[:5]
     gained = {line["index"] for line in first if not line["certified"]}
     more = [replace(r, certified=r.certified or r.index in gained) for r in random_records(300)]
     report = build_report([runs[0], write_run(tmp_path / "more", manifest(count=300), more)])
-    (table,) = (table for table in report.tables if table.key == "paired")
     (verdict,) = (text for text in report.conclusion.verdict if "p\u00a0=\u00a00.062" in text)
-    for said in (verdict, table.notes[-1]):
-        assert said.endswith("Interval and test disagree, as they may at the border of what so many images can show: "
-                             "the test decides.")  # fmt: skip
-    assert "disagree" not in str(build_report(runs[:2]).tables)
+    assert verdict.endswith("Interval and test disagree, as they may at the border of what so many images can show: "
+                            "the test decides.")  # fmt: skip
+    assert "disagree" not in "".join(build_report(runs[:2]).conclusion.verdict)
 
 
 def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, recipes
-from patchproof.report._content import guarantee_note, split_words
-from patchproof.report._paired import Comparison, Paired, holm
-from patchproof.report._tables import Cell, Column, Table, cell_text, percent
+from patchproof.report._tables import Cell, Column, Table, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
 from patchproof.runs._reading import find_weights, printable, shortened
 from patchproof.training import STRATEGIES
 from patchproof.types import PatchproofError, Size
 
+GUARANTEES = {
+    "recovery": "the right label under any such patch",
+    "detection": "the right label or an alarm under any such patch",
+}
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "resnet": ("ResNet", ("resnet", "resnext", "wide_resnet")),
@@ -27,16 +29,23 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The paper's families: their names, and how timm's names of their members begin."""
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
-BORDER = "Interval and test disagree, as they may at the border of what so many images can show: the test decides."
-HOLM = "Holm: p corrected for the number of rows tested together."
-MADE = ("date", "commit", "sha256 of the weights")
-"""In the files of the runs' table, not on the page."""
-
-COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
 CONTEXT = (
     "Paper: the number printed in the paper this project implements. In brackets, with the network it is about: "
     "another architecture or input size than ours, shown for context and not as a comparison."
 )
+MADE = ("date", "commit", "sha256 of the weights")
+"""In the files of the runs' table, not on the page."""
+
+
+def rate_note(runs: Iterable[StoredCertification]) -> str:
+    """What the rates of these runs are, and what `certified` means."""
+    found = sorted({run.guarantee for run in runs})
+    words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
+    return f"Rates with exact 95% intervals; {words}."
+
+
+def split_words(run: StoredCertification) -> str:
+    return printable(str(run.manifest["data"].get("split") or "not named"))
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,22 @@ class TracedRun:
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
     """For each run the training whose checkpoint has its weights, else the one that its settings name."""
-    trained, firsts, found = cache(_trained), dict[str, str](), []
+
+    @cache
+    def trained(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
+        """The training around a checkpoint, and the sha256 of its weights; of weights that are gone, what was noted."""
+        training = None
+        try:
+            if (checkpoint.parent / "manifest.json").is_file():
+                training = read_run(checkpoint.parent)
+            if isinstance(training, StoredTraining):
+                return training, checkpoint_sha256(checkpoint)
+        except (PatchproofError, OSError):
+            if isinstance(training, StoredTraining):
+                return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
+        return None, None
+
+    firsts, found = dict[str, str](), []
     for run in runs:
         first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
         weights = f" `{printable(run.weights)}`" if run.weights else ""
@@ -79,12 +103,10 @@ def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTrainin
         traced = TracedRun(run, first, doubt=doubt)
         for checkpoint, named in find_weights(run, trainings):
             training, sha256 = trained(checkpoint)
-            if training is None:
-                continue
-            if sha256 == run.weights_sha256 is not None:
+            if training is not None and sha256 == run.weights_sha256 is not None:
                 traced = TracedRun(run, first, training.strategy, training.search_passes)
                 break
-            if named and traced.strategy is None:
+            if training is not None and named and traced.strategy is None:
                 doubt = (
                     f"it is shown as `{training.strategy}`, the strategy of the training around "
                     f"{printable(str(checkpoint))}, but the weights there are gone or not those of the run"
@@ -92,20 +114,6 @@ def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTrainin
                 traced = TracedRun(run, first, training.strategy, training.search_passes, doubt)
         found.append(traced)
     return found
-
-
-def _trained(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
-    """The training around a checkpoint, and the sha256 of its weights; of weights that are gone, what was noted."""
-    try:
-        training = read_run(checkpoint.parent) if (checkpoint.parent / "manifest.json").is_file() else None
-    except (PatchproofError, OSError):
-        return None, None
-    if not isinstance(training, StoredTraining):
-        return None, None
-    try:
-        return training, checkpoint_sha256(checkpoint)
-    except (PatchproofError, OSError):
-        return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
 
 
 @dataclass(frozen=True)
@@ -121,31 +129,29 @@ def paper_numbers(run: StoredCertification, strategy: str | None) -> list[PaperN
     """The paper's cell with the data set, strategy, masks and patch of this run; where the architecture is none of the
     paper's, those of its three families, as context."""
     size, dataset = run.image_size, run.dataset
-    if strategy is None or run.native or run.defense != "patchcleanser" or size is None:
+    if strategy is None or run.native or run.defense != "patchcleanser" or size is None or run.patches != 1:
         return []
     if dataset.startswith("imagenette"):  # its folders are called imagenette2, imagenette2-320 and imagenette2-160
         dataset = "imagenette"
-    name = run.architecture.lower()
+    name, found = run.architecture.lower(), []
     own = [family for family, (_, beginnings) in FAMILIES.items() if name.startswith(beginnings)]
-    found = []
     for family in own or FAMILIES:
         recipe = recipes().get(f"{dataset}-{family}-{strategy}")
         different = [FAMILIES[family][0]] if run.architecture.split(".")[0] != ARCHITECTURES[family].model else []
         different += ["224×224"] if size != PAPER_INPUT else []
         for cell in recipe.expectations if recipe else ():
-            if not cell.patch.endswith("%") and size != PAPER_INPUT:
-                continue  # the paper's pixels are those of 224×224
-            same_masks = run.patches == 1 and run.axes == (cell.masks, cell.masks)
-            if same_masks and run.patch_sizes == parse_patches(cell.patch, size):
+            same_pixels = size == PAPER_INPUT or cell.patch.endswith("%")  # the paper's pixels are those of 224×224
+            same_masks = run.axes == (cell.masks, cell.masks)
+            if same_pixels and same_masks and run.patch_sizes == parse_patches(cell.patch, size):
                 found.append(PaperNumber(cell.certified, cell.defended, ", ".join(different) or None))
     return found
 
 
 def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
     """`93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others."""
-    known = [(number.context, getattr(number, name)) for number in numbers if getattr(number, name) is not None]
-    own = [percent(value / 100) for context, value in known if context is None]
-    others = ", ".join(f"{context} {percent(value / 100)}" for context, value in known)
+    known = [(n.context, percent(getattr(n, name) / 100)) for n in numbers if getattr(n, name) is not None]
+    own = [words for context, words in known if context is None]
+    others = ", ".join(f"{context} {words}" for context, words in known)
     return own[0] if own else f"({others})" if others else None
 
 
@@ -153,7 +159,8 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
     rows = []
     for one in traced:
-        run, made = one.run, [one.run.manifest.get(name) for name in ("date", "commit")]
+        run = one.run
+        made = [*(run.manifest.get(name) for name in MADE[:2]), run.weights_sha256]
         row: dict[str, Cell] = {
             "run": run.name,
             "strategy": one.label,
@@ -165,27 +172,13 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
             "masks": run.masks_words,
             "patch": run.patch_words,
             "images": one.certified.n,
+            **{name: run.rates.get(name) for name in ACCURACIES},
+            "passes per image": sum(r.forwards for r in run.good) / len(run.good) if run.good else None,
+            "seconds": run.seconds,
+            **{name: value and printable(str(value)) for name, value in zip(MADE, made, strict=True)},
         }
-        row |= {name: run.rates.get(name) for name in ACCURACIES}
-        row["passes per image"] = sum(r.forwards for r in run.good) / len(run.good) if run.good else None
-        row["seconds"] = run.seconds
-        stamps = [*(None if value is None else printable(str(value)) for value in made), run.weights_sha256]
-        rows.append(row | dict(zip(MADE, stamps, strict=True)))
-    return Table.of("runs", "The runs", rows, _notes(traced))
-
-
-def concise(table: Table, elsewhere: Sequence[str] = ()) -> Table:
-    """Without the columns that are the same in every row, which become one note, and those shown `elsewhere`."""
-    table = table.without(elsewhere)
-    same = {
-        column.name: cell_text(table.rows[0][i])
-        for i, column in enumerate(table.columns)
-        if column.name in COMMON and len({row[i] for row in table.rows}) == 1
-    }
-    if len(table.rows) < 2 or not same:
-        return table
-    said = ", ".join(f"{name} {text}" for name, text in same.items())
-    return replace(table.without(same), notes=(f"The same for all: {said}.", *table.notes))
+        rows.append(row)
+    return Table.of("runs", "The runs", rows, notes(traced))
 
 
 def paper_table(traced: Sequence[TracedRun]) -> Table:
@@ -195,7 +188,7 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
     """
     named = len({one.defense_words for one in traced}) > 1
     found: dict[tuple[str, int], dict[Column, Cell]] = {}
-    known: dict[Column, bool] = {}
+    columns: dict[Column, None] = {}
     for one in traced:
         run, defense = one.run, [one.defense_words] if named else []
         setting = " · ".join([run.dataset, run.architecture, *defense, run.masks_words, run.patch_words])
@@ -207,13 +200,14 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         while not cells.keys().isdisjoint(found.setdefault((one.label, number), {})):
             number += 1
         found[one.label, number] |= cells
-        known |= {column: known.get(column, False) or cell is not None for column, cell in cells.items()}
-    columns, rows = [column for column, some in known.items() if some], list[tuple[Cell, ...]]()
+        columns |= dict.fromkeys(cells)
+    known = [column for column in columns if any(row.get(column) is not None for row in found.values())]
+    rows = []
     for label, number in sorted(found, key=lambda row: (*strategy_order(row[0]), row[1])):
         name = label if number == 1 else f"{label} (run {number})"
-        rows.append((name, *map(found[label, number].get, columns)))
-    notes = (*_notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
-    return Table("comparison", "Defended and certified accuracy", [Column("strategy"), *columns], rows, notes)
+        rows.append((name, *map(found[label, number].get, known)))
+    about = (*notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
+    return Table("comparison", "Defended and certified accuracy", [Column("strategy"), *known], rows, about)
 
 
 def strategy_order(label: str) -> tuple[int, str]:
@@ -222,46 +216,9 @@ def strategy_order(label: str) -> tuple[int, str]:
     return known.index(label) if label in known else len(known), label
 
 
-def _notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
+def notes(traced: Sequence[TracedRun]) -> tuple[str, ...]:
     unknown = any(one.strategy is None for one in traced)
-    about = f"Rates with exact 95% intervals; {guarantee_note(one.run for one in traced)}"
-    return (about, NO_NAME) if unknown else (about,)
-
-
-def comparison_table(comparisons: Sequence[Comparison], names: Iterable[str]) -> Table:
-    """One row per run and accuracy: the images on which it differs from the baseline, and what follows."""
-    base, several = comparisons[0].base.name, len(comparisons) > 1
-    tested = [(c, name) for name in names for c in comparisons if name in c.accuracies]
-    rows: list[dict[str, Cell]] = [
-        {"run": c.run.name, "accuracy": name, **_paired_cells(c.accuracies[name], c.corrected[name])}
-        for c, name in tested
-    ]
-    notes = [
-        f"Gained: only this run has the image right or certified; lost: only {base}. The difference, this run minus "
-        f"{base}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is exact.",
-        *([BORDER] if any(c.accuracies[name].disagrees(c.corrected[name]) for c, name in tested) else []),
-        *([HOLM] if several else []),
-    ]
-    title = f"Against {base}" if several else f"{comparisons[0].run.name} against {base}"
-    return Table.of("paired", title, rows, notes, digits=3, leave_out=() if several else ("run", "p, Holm"))
-
-
-def class_comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Certified accuracy of each class against the baseline, smallest p first."""
-    rows: list[tuple[float, dict[str, Cell]]] = []
-    for c in comparisons:
-        adjusted = holm([paired.p for paired in c.classes.values()])
-        for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
-            cells = {"class": c.base.class_name(label), "run": c.run.name, **_paired_cells(paired, p)}
-            rows.append((paired.p, cells))
-    ordered = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
-    title, alone = f"Certified against {comparisons[0].base.name}, by class", len(comparisons) == 1
-    return Table.of("paired-classes", title, ordered, [HOLM], digits=3, leave_out=("run",) if alone else ())
-
-
-def _paired_cells(paired: Paired, corrected: float) -> dict[str, Cell]:
-    counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
-    return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
+    return (rate_note(one.run for one in traced), *((NO_NAME,) if unknown else ()))
 
 
 def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:

@@ -8,26 +8,29 @@ from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
-from patchproof.report._compare import BORDER, TracedRun
-from patchproof.report._content import (
-    GUARANTEES,
-    NAMED,
+from patchproof.report._compare import GUARANTEES, TracedRun
+from patchproof.report._counts import (
+    FEW,
+    LEVEL,
+    Comparison,
+    Paired,
+    Z,
     attacked_rates,
     by_class,
+    compare,
+    count_pairs,
     enough_per_class,
     mask_shares,
     outcomes,
+    weak_classes,
 )
-from patchproof.report._paired import LEVEL, Comparison, Paired, Z, compare, count_pairs
-from patchproof.report._tables import interval_words, percent, points_interval
-from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
+from patchproof.report._sections import NAMED
+from patchproof.report._tables import interval_words, percent
+from patchproof.runs import StoredCertification, StoredTraining
 from patchproof.runs._reading import count_words
 
 WIDE = 0.10
 """A 95% interval wider than this says little: n is too small."""
-
-FEW = 10
-"""Images of a class below which nothing is said about the class."""
 
 MORE_MASKS = {1: 6, 2: 4}
 """Masks per axis that are recommended, by the number of patches."""
@@ -36,6 +39,7 @@ STRONG = "greedy"
 GAP = 0.10
 MOST_STEPS = 5
 NOTHING = "There is no record yet, so there is nothing to conclude."
+BORDER = " Interval and test disagree, as they may at the border of what so many images can show: the test decides."
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,13 @@ def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     """What no certificate of these runs says anything about."""
     sizes = sorted({size_words(*run.patch_sizes) for run in runs if run.patch_sizes})
     shown = f"{', '.join(sizes)} pixels" if sizes else "the stated size"
-    native, images = {run.native for run in runs}, sum(len(run.good) for run in runs)
+    native, counts = {run.native for run in runs}, {run.patches for run in runs}
     where = "on the original image, before resizing" if native == {True} else "at the network's input, after resizing"
     if len(native) > 1:
         where = "at the network's input or on the original image, as each run says"
-    most = {1: "two patches at once", 2: "three patches at once"}
-    counts = {run.patches for run in runs}
-    more = most[counts.pop()] if len(counts) == 1 else "more patches at once than a run says"
+    more = {1: "two patches at once", 2: "three patches at once"}[min(counts)]
+    if len(counts) > 1:
+        more = "more patches at once than a run says"
     found = [
         f"Patches that do not fit into {shown} ({where}), other shapes that reach beyond it, and {more}.",
         "Changes outside the patch: noise, blur, light, rotation, another crop, or an object put into the scene.",
@@ -68,7 +72,7 @@ def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     ]
     if any(run.guarantee == "detection" for run in runs):
         found.append("Service (detection): an attacker can cause alarms at will, and clean images may raise one too.")
-    return found if images else found[:2]
+    return found
 
 
 def mask_name(run: StoredCertification, number: int) -> str:
@@ -81,40 +85,38 @@ def mask_name(run: StoredCertification, number: int) -> str:
 
 def conclude_one(one: TracedRun) -> Conclusion:
     """About one certification or attack."""
-    run, rate = one.run, one.certified
+    run, rate, average = one.run, one.certified, percent(one.certified.rate)
     if not rate.n:
-        return Conclusion([NOTHING], _unfinished(run))
-    width = rate.interval[1] - rate.interval[0]
+        return Conclusion([NOTHING], unfinished(run))
+    failed, width = outcomes(run)["not certified"], rate.interval[1] - rate.interval[0]
     what = GUARANTEES[run.guarantee].replace("such patch", f"{'patch of ' * (run.patches == 1)}{run.patch_words}")
-    verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
+    verdict = [f"{average} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
     if not rate.k:
         verdict = [f"No image of {rate.n:,} is certified (95% interval {interval_words(rate)})."]
-    broken = [record for record in run.attacks if record.broken]
+    broken = sum(record.broken for record in run.attacks)
     if broken:
-        words = count_words(len(broken), "certificate was", "certificates were")
+        words = count_words(broken, "certificate was", "certificates were")
         verdict.insert(0, f"Do not rely on this defence: {words} broken by a patch.")
     if width > WIDE:
         verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.")
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
-        verdict.append(f"Clean accuracy: {_difference(clean, 'the defence', 'the classifier alone')}")
+        verdict.append(f"Clean accuracy: {difference(clean, 'the defence', 'the classifier alone')}")
     right = {record.label for record in run.good if record.certified}
     if len(right) == 1 and len(by_class(run)) > 1 and rate.k >= FEW:
         name = run.class_name(right.pop())
         verdict.append(f"All certified images are of class {name}: a network that always answers so would do the same.")
-    failed = outcomes(run)["not certified"]
     if failed and "undefended" in run.rates:
-        words, wrong = count_words(len(failed), "image has", "images have"), _misclassified(failed)
+        words, wrong = count_words(len(failed), "image has", "images have"), sum(r.undefended is False for r in failed)
         why = f"{wrong:,} misclassified as they are, {len(failed) - wrong:,} classified right"
         verdict.append(f"{words} no certificate: {why}.")
     if failed and not enough_per_class(run):
         each = f"{rate.n:,} images of {len(by_class(run)):,} classes are too few"
         verdict.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
-    low = weak_classes(run)
+    low = [f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak_classes(run).items()]
     if low:
-        named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in list(low.items())[:NAMED])
         more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
-        verdict.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
+        verdict.append(f"Clearly below the average of {average}: {', '.join(low[:NAMED])}{more}.")
     shares = list(mask_shares(run, failed).items())[:NAMED]
     if shares:
         named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
@@ -126,29 +128,16 @@ def conclude_one(one: TracedRun) -> Conclusion:
     return Conclusion(verdict, next_steps(one), excluded([run]))
 
 
-def _misclassified(records: Sequence[Record]) -> int:
-    """How many of them the classifier alone gets wrong."""
-    return sum(record.undefended is False for record in records)
-
-
-def weak_classes(run: StoredCertification) -> dict[int, Rate]:
-    """Classes whose whole 95% interval lies below the certified accuracy of all images, lowest first."""
-    mean = run.rates["certified"].rate
-    low = {label: found["certified"] for label, found in by_class(run).items()}
-    chosen = {label: rate for label, rate in low.items() if rate.n >= FEW and rate.interval[1] < mean}
-    return dict(sorted(chosen.items(), key=lambda one: (one[1].rate, one[0])))
-
-
-def _unfinished(run: StoredCertification) -> list[str]:
+def unfinished(run: StoredCertification) -> list[str]:
     missing = run.planned - len(run.records)
     return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
 
 
 def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
     """What a person can do about this run, most urgent first; `tried` are the strategies that it is compared with."""
-    run, rate, steps = one.run, one.certified, _unfinished(one.run)
-    failed, alone = outcomes(run)["not certified"], run.rates.get("undefended")
-    wrong = _misclassified(failed)
+    run, rate, steps = one.run, one.certified, unfinished(one.run)
+    failed, alone, found = outcomes(run)["not certified"], run.rates.get("undefended"), attacked_rates(run)
+    wrong = sum(record.undefended is False for record in failed)
     if any(record.broken for record in run.attacks):
         steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
                      "and preprocessing are those of the run.")  # fmt: skip
@@ -165,24 +154,20 @@ def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
     if unfit is not None:
         steps.append(f"{unfit}.")
     elif len(failed) > wrong and alone is not None:
-        steps += _more_masks(run)
+        steps += more_masks(run)
         strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
         instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
-        if strong:
-            steps.append(f"Train longer, with more images or a larger network: masks of {strong[0]} are used already.")
-        else:
-            steps.append(f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks.")
+        train = f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."
+        longer = f"Train longer, with more images or a larger network: masks of {''.join(strong[:1])} are used already."
+        steps.append(longer if strong else train)
     if failed and 3 * wrong >= len(failed):
-        steps.append(
-            f"Improve the classifier itself: {wrong:,} of {len(failed):,} images without a certificate are "
-            "misclassified as they are."
-        )
-    for label, _ in list(weak_classes(run).items())[:1]:
+        which = f"{wrong:,} of {len(failed):,} images without a certificate are misclassified as they are"
+        steps.append(f"Improve the classifier itself: {which}.")
+    for label in list(weak_classes(run))[:1]:
         mine = [record for record in failed if record.label == label]
         masks = " and ".join(mask_name(run, number) for number in list(mask_shares(run, mine))[:2])
         where = f"; they fail most often under {masks}" if masks else ""
         steps.append(f"Look at the images of {run.class_name(label)} in the explorer{where}.")
-    found = attacked_rates(run)
     if "attacked" in found and found["attacked"].rate - found["certified"].rate > GAP:
         steps.append("Attack harder to lower the upper bound: more steps, restarts or places.")
     if not run.attacks and len(steps) < MOST_STEPS:
@@ -190,7 +175,7 @@ def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
     return steps[:MOST_STEPS] or ["Compare with another run on the same images: report both together."]
 
 
-def _more_masks(run: StoredCertification) -> list[str]:
+def more_masks(run: StoredCertification) -> list[str]:
     """More masks are smaller ones: each hides less that the network would need."""
     per_axis = MORE_MASKS[run.patches]
     if run.defense != "patchcleanser" or run.axes is None or run.masks is None or max(run.axes) >= per_axis:
@@ -208,73 +193,65 @@ def conclude_several(
     traced: Sequence[TracedRun], base: TracedRun, comparisons: Sequence[Comparison], unpaired: Mapping[str, str]
 ) -> Conclusion:
     """About runs beside each other: which differ clearly from the baseline, and what would settle the others."""
-    known = [one for one in traced if one.certified.n]
+    known, own = [one for one in traced if one.certified.n], base.run.name
     if not known:
         return Conclusion([NOTHING])
-    verdict, steps = [], [step for one in traced for step in _unfinished(one.run)][:1]
+    verdict, steps = [], [step for one in traced for step in unfinished(one.run)][:1]
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
-    many = len(ordered) > 1
-    clear = [c for c in ordered if c.corrected["certified"] < LEVEL]
-    clean = [c for c in ordered if c.corrected["defended"] < LEVEL]
-
-    def against(c: Comparison, name: str) -> str:
-        return _difference(c.accuracies[name], c.run.name, base.run.name, c.corrected[name], holm_test=many)
-
+    clear, clean = ([c for c in ordered if c.corrected[name] < LEVEL] for name in ("certified", "defended"))
     for c in ordered[:NAMED]:
-        words = against(c, "certified")
+        words = {
+            name: difference(c.accuracies[name], c.run.name, own, c.corrected[name] if len(ordered) > 1 else None)
+            for name in ("certified", "defended")
+        }
         first, second = (run.rates["certified"].interval for run in (c.base, c.run))
         if c in clear and first[0] <= second[1] and second[0] <= first[1]:
-            words += " Their separate intervals overlap; on the same images the paired difference counts."
-        verdict.append(f"Certified: {words}")
+            words["certified"] += " Their separate intervals overlap; on the same images the paired difference counts."
+        verdict.append(f"Certified: {words['certified']}")
         if c in clean:
-            verdict.append(f"Defended, on clean images: {against(c, 'defended')}")
+            verdict.append(f"Defended, on clean images: {words['defended']}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
-    if many:
+    if len(ordered) > 1:
         best, next_best = (c.run for c in ordered[:2])
-        words = _difference(compare(next_best, best)[0].certified, best.name, next_best.name)
-        verdict.append(f"Certified, the two best: {words}")
-    better = [c for c in clear if c.certified.difference > 0]
+        words_best = difference(compare(next_best, best)[0].certified, best.name, next_best.name)
+        verdict.append(f"Certified, the two best: {words_best}")
+    better = [c.run.name for c in clear if c.certified.difference > 0]
+    above = [c.run.name for c in clean if c not in clear and c.accuracies["defended"].difference > 0]
     if better:
-        verdict.insert(0, f"Best against the baseline {base.run.name}: {better[0].run.name}.")
-        steps.append(f"Go on with {better[0].run.name}.")
+        verdict.insert(0, f"Best against the baseline {own}: {better[0]}.")
+        steps.append(f"Go on with {better[0]}.")
     elif ordered:
-        verdict.insert(0, f"No run certifies clearly more images than the baseline {base.run.name}.")
-        above = [c.run.name for c in clean if c not in clear and c.accuracies["defended"].difference > 0]
+        verdict.insert(0, f"No run certifies clearly more images than the baseline {own}.")
         why = "clearly better on clean images, no clear difference in certificates"
-        steps.append(
-            f"Go on with {above[0]}: {why}." if above else f"Keep {base.run.name} until a difference is clear."
-        )
-    unclear = [c for c in ordered if c not in clear and c.certified.images_needed is not None]
-    for c in unclear[:1]:
+        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own} until a difference is clear.")
+    for c in [c for c in ordered if c not in clear and c.certified.images_needed is not None][:1]:
         needed, has = c.certified.images_needed or 0, c.run.available
         room = f", and the data set has {has:,}" if needed > has else ""
         steps.append(
             f"{c.run.name}: if the difference is as large as it looks, about {needed:,} images show it four times in "
             f"five (now {c.certified.n:,}{room})."
         )
-    for name, reason in list(unpaired.items())[:NAMED]:
-        verdict.append(f"{name} is not compared with {base.run.name}: {reason}.")
+    verdict += [f"{name} is not compared with {own}: {reason}." for name, reason in list(unpaired.items())[:NAMED]]
     if any("other images" in reason for reason in unpaired.values()):
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
     if not unpaired:
-        leader = max(known, key=lambda one: (one.certified.rate, one.run.name == base.run.name))
-        tried = {one.strategy or "" for one in traced}
-        steps += [step for step in next_steps(leader, tried) if step not in steps]
+        leader = max(known, key=lambda one: (one.certified.rate, one is base))
+        steps += [step for step in next_steps(leader, {one.strategy or "" for one in traced}) if step not in steps]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 
-def _difference(paired: Paired, name: str, base: str, p: float | None = None, *, holm_test: bool = False) -> str:
-    """`greedy is 4.2 points above cutout (95% interval +1.0 to +7.3, McNemar p = 0.012, n = 400).`"""
-    p = paired.p if p is None else p
+def difference(paired: Paired, name: str, base: str, holm: float | None = None) -> str:
+    """`greedy is 4.2 points above cutout (95% interval +1.0 to +7.3, McNemar p = 0.012, n = 400).` The p is Holm's
+    where several runs are tested together."""
+    p, points, (low, high) = paired.p if holm is None else holm, 100 * paired.difference, paired.interval
     value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
-    facts = f"95% interval {points_interval(paired)}, McNemar {value}{' (Holm)' if holm_test else ''}, n = {paired.n:,}"
-    border = f" {BORDER}" if paired.disagrees(p) else ""
+    test = f"McNemar {value}{'' if holm is None else ' (Holm)'}"
+    facts = f"95% interval {interval_words(paired)}, {test}, n = {paired.n:,}"
+    border = BORDER if (low <= 0 <= high) == (p < LEVEL) else ""
     if p >= LEVEL:
-        points = f"{100 * paired.difference:+.1f} points"
-        return f"no clear difference between {name} and {base} ({points}, {facts}).{border}"
-    where = "above" if paired.difference > 0 else "below"
-    return f"{name} is {100 * abs(paired.difference):.1f} points {where} {base} ({facts}).{border}"
+        return f"no clear difference between {name} and {base} ({points:+.1f} points, {facts}).{border}"
+    return f"{name} is {abs(points):.1f} points {'above' if points > 0 else 'below'} {base} ({facts}).{border}"
 
 
 def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:

@@ -10,8 +10,8 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from matplotlib.font_manager import findfont, fontManager, get_font
 from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
-from patchproof.report._paired import Paired
+from patchproof.report._counts import Paired
 from patchproof.runs import Rate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -66,9 +66,6 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "patchproof",
     "text.parse_math": False,  # a class may be called $5
 }
-Dots = tuple[str, Sequence[Rate | Paired | None], bool]
-"""A series of points: its label, a rate or difference for each line, and whether the markers are hollow."""
-
 UNSTAMPED = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
 
 
@@ -141,21 +138,28 @@ def styled() -> AbstractContextManager[None]:
     return matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 
 
-def draw(
-    key: str, title: str, alt: str, plot: Callable[[Axes], None], *, height: float = 3.1, title_width: int = TITLE_WIDTH
-) -> Picture:
-    """One figure with one pair of axes; its legend, if there is one, stands below."""
+@contextmanager
+def drawing(
+    key: str, title: str, alt: str, *, height: float = 3.1, title_width: int = TITLE_WIDTH
+) -> Iterator[tuple[Picture, Axes]]:
+    """A figure and its one pair of axes, to draw on inside the block; its legend, if there is one, stands below."""
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
-        plot(axes)
+        yield Picture(key, title, alt, figure), axes
         lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), title_width)  # `n = 400` stays on one line
         axes.set_title(lines.replace("\u00a0", " "))
         handles, labels = axes.get_legend_handles_labels()
         if labels:
             columns = max(1, min(3, 64 // (max(map(len, labels)) + 6)))
             figure.legend(handles, labels, loc="outside lower left", ncols=columns)
-        return Picture(key, title, alt, figure)
+
+
+def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None]) -> Picture:
+    """The figure that `plot` draws."""
+    with drawing(key, title, alt) as (picture, axes):
+        plot(axes)
+    return picture
 
 
 def percents(found: Sequence[Rate | Paired]) -> tuple[list[float], list[list[float]]]:
@@ -196,9 +200,17 @@ def error_line(
     axes.autoscale_view()
 
 
-def dots(axes: Axes, names: Sequence[str], series: Sequence[Dots], *, step: float = 0.0) -> None:
-    """Rates, or differences, with their 95% intervals as points along horizontal lines, one line for each name; the
-    series are `step` apart."""
+def dots(
+    axes: Axes,
+    names: Sequence[str],
+    series: Sequence[tuple[str, Sequence[Rate | Paired | None], bool]],
+    *,
+    step: float = 0.0,
+) -> None:
+    """Points along horizontal lines, one line for each name, with 95% intervals.
+
+    A series is its label, a rate or difference for each line, and whether its markers are hollow; `step` apart.
+    """
     for number, (label, found, hollow) in enumerate(series):
         aside = step * (number - (len(series) - 1) / 2)
         known = [(place + aside, one) for place, one in enumerate(found) if one is not None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64, UInt8
+from jaxtyping import Float, UInt8
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors import SafetensorError
@@ -22,7 +22,7 @@ from patchproof.data import ImageSource, iterate_batches, preprocess, spread_ind
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, network, occlude
 from patchproof.models import ImageClassifier, match_labels
-from patchproof.report._content import outcomes, witness
+from patchproof.report._counts import outcomes, witness
 from patchproof.report._figures import Picture, styled
 from patchproof.runs import Record, StoredCertification, preprocessing_for
 from patchproof.runs._reading import class_words, count_words, printable, shortened, shortened_name
@@ -53,11 +53,11 @@ class Card:
     certified: bool
     image: str
     size: Size
-    masked: str | None = None
-    rects: tuple[Rect, ...] = ()
-    how: str = ""
-    answered: str | None = None
-    patched: bool = False
+    masked: str | None
+    rects: Sequence[Rect]
+    how: str
+    answered: str | None
+    patched: bool
     """Whether `masked` shows the pixels of a patch."""
 
     @property
@@ -78,19 +78,11 @@ def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> G
     under the masks that decided where these are known."""
     groups, missing = [], 0
     for title, records in outcomes(run).items():
-        ordered, cards = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index)), []
+        ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-        for record in ordered:
-            image = _image(run, source, record)
-            if image is None:
-                missing += 1
-                continue
-            card, (masks, answer) = _card(run, record, image), witness(run, record)
-            if masks and run.masks is not None:
-                rects, how = [run.masks.blocks[i] for i in masks], count_words(len(masks), "mask", "masks")
-                card = _beside(card, run, hidden(image, rects, run.fill), rects, f"under {how}", answer)
-            cards.append(card)
+        cards = [card for record in ordered if (card := make_card(run, source, record)) is not None]
+        missing += len(ordered) - len(cards)
         groups += [(title.capitalize(), cards)] if cards else []
     notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
     return Gallery(groups, notice)
@@ -107,55 +99,60 @@ def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) 
         ("The defence, changed by a patch", "defended", defended),
         ("The classifier alone, changed by a patch", "undefended", alone),
     ):
-        cards = [card for record in records[:count] if (card := _patched_card(run, source, record, name)) is not None]
+        cards = [card for record in records[:count] if (card := make_card(run, source, record, name)) is not None]
         groups += [(title, cards)] if cards else []
     return Gallery(groups) if groups else None
 
 
-def _patched_card(run: StoredCertification, source: ImageSource, record: Record, name: str) -> Card | None:
-    """The image beside its copy with the patch that was kept; blank where only the place is known."""
-    image = _image(run, source, record)
-    if image is None or record.attack is None:
+def make_card(
+    run: StoredCertification, source: ImageSource, record: Record, attacked: str | None = None
+) -> Card | None:
+    """The image beside its copy under the masks that decided; or, of what was `attacked`, with the patch that was kept,
+    blank where only its place is known. None where the image cannot be read or is not the record's, or the patch does
+    not lie in it."""
+    if record.index >= len(source) or source.path(record.index) != record.path:
         return None
-    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name)
-    if name == "defended":  # of which the record itself speaks
-        kept = {place: kept.get(place) for place in record.attack.places}
-        label = record.attack.attacked_label
-    rects, whole = [Rect(*place) for place in kept], Rect(0, 0, *image.shape[1:])
-    if not rects or not all(rect.height and rect.width and whole.contains(rect) for rect in rects):
+    try:
+        pixels = preprocess(source.load(record.index), run.preprocessing or Preprocessing(resize=None))
+    except (PatchproofError, OSError):
         return None
-    shown, fits = hidden(image, rects, run.fill), True
-    for rect, patch in zip(rects, kept.values(), strict=True):
-        fits = fits and patch is not None and patch.shape == (len(image), rect.height, rect.width)
-        if patch is not None and fits:
-            shown[:, rect.top : rect.bottom, rect.left : rect.right] = patch
-    patches, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
-    how = f"with the {patches}" if fits else f"where the {patches} {were}"
-    return replace(_beside(_card(run, record, image), run, shown, rects, how, label), patched=fits)
-
-
-def _card(run: StoredCertification, record: Record, image: Float[Tensor, "c h w"]) -> Card:
+    image = as_images(pixels[None], "cpu")[0]
+    size = int(image.shape[1]), int(image.shape[2])
+    if size != (run.image_size or size):
+        return None
+    patches: Sequence[Tensor | None] = ()
+    if attacked is None:
+        masks, label = witness(run, record)
+        rects = [run.masks.blocks[i] for i in masks] if run.masks else []
+        how, patched = f"under {count_words(len(masks), 'mask', 'masks')}", False
+    else:
+        kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", attacked)
+        if attacked == "defended" and record.attack:  # of which the record itself speaks
+            kept = {place: kept.get(place) for place in record.attack.places}
+            label = record.attack.attacked_label
+        rects, patches = [Rect(*place) for place in kept], list(kept.values())
+        if not rects or not all(r.height and r.width and Rect(0, 0, *size).contains(r) for r in rects):
+            return None
+        one, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
+        patched = all(p is not None and p.shape[1:] == (r.height, r.width) for r, p in zip(rects, patches, strict=True))
+        how = f"with the {one}" if patched else f"where the {one} {were}"
+    copy = hidden(image, rects, run.fill) if rects else image
+    for rect, patch in zip(rects, patches, strict=False):
+        if patch is not None and patched:
+            copy[:, rect.top : rect.bottom, rect.left : rect.right] = patch
     return Card(
         title=printable(record.path),
         label=run.class_name(record.label),
         margin="–" if record.margin is None else f"{record.margin:+.3g}",
         certified=bool(record.certified),
         image=data_uri(image),
-        size=(int(image.shape[1]), int(image.shape[2])),
+        size=size,
+        masked=data_uri(copy) if rects else None,
+        rects=rects,
+        how=how,
+        answered=run.class_name(label) if rects and label is not None else None,
+        patched=patched,
     )
-
-
-def _beside(
-    card: Card,
-    run: StoredCertification,
-    copy: Float[Tensor, "c h w"],
-    rects: Sequence[Rect],
-    how: str,
-    label: int | None,
-) -> Card:
-    """The card with the copy that decided, framed, and the label under it."""
-    answered = None if label is None else run.class_name(label)
-    return replace(card, masked=data_uri(copy), rects=tuple(rects), how=how, answered=answered)
 
 
 def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int | None]:
@@ -174,38 +171,24 @@ def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | 
         return {}, None
 
 
-def _image(run: StoredCertification, source: ImageSource, record: Record) -> Float[Tensor, "c h w"] | None:
-    """The image as the network saw it; None where it cannot be read or is not the record's."""
-    if record.index >= len(source) or source.path(record.index) != record.path:
-        return None
-    try:
-        pixels = preprocess(source.load(record.index), run.preprocessing or Preprocessing(resize=None))
-    except (PatchproofError, OSError):
-        return None
-    image = as_images(pixels[None], "cpu")[0]
-    size = int(image.shape[1]), int(image.shape[2])
-    return image if size == (run.image_size or size) and len(image) in (1, 3) else None
-
-
 def hidden(
     image: Float[Tensor, "c h w"], rects: Sequence[Rect], fill: Sequence[float] | None
 ) -> Float[Tensor, "c h w"]:
     """x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none."""
     keep = MaskSet((int(image.shape[1]), int(image.shape[2])), tuple(rects)).keep().all(dim=0)
-    colour = fill if fill is not None and len(fill) == len(image) else (0.5,) * len(image)
-    return occlude(image, keep, torch.tensor(colour)[:, None, None])
+    return occlude(image, keep, torch.tensor(fill or (0.5,))[:, None, None])
 
 
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
     """The image inside the page itself, in 8 bits."""
-    picture, file = Image.fromarray(_bytes(image.expand(3, -1, -1))), io.BytesIO()
+    picture, file = Image.fromarray(to_bytes(image.expand(3, -1, -1))), io.BytesIO()
     kind = "png" if max(picture.size) <= SMALL else "jpeg"
     picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
     picture.save(file, kind, quality=86, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
-def _bytes(image: Float[Tensor, "c h w"]) -> UInt8[np.ndarray, "h w c"]:
+def to_bytes(image: Float[Tensor, "c h w"]) -> UInt8[np.ndarray, "h w c"]:
     return image.mul(255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
@@ -220,11 +203,15 @@ def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: 
     for name, (strategy, classifier) in classifiers.items():
         if classifier.input_size != size or len(classifier.fill) != 3:
             continue
-        images, labels = sample(source, classifier)
+        how, indices = preprocessing_for(classifier, source.low_resolution, size), spread_indices(source, COLUMNS)
+        (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
+        images = as_images(batch.images, "cpu")
+        labels = torch.tensor(match_labels(source.class_names, classifier))[batch.labels]
         words = class_words(dict(enumerate(classifier.class_names or source.class_names)))
         if not strips:
             strips.append(("image", images, [shortened(words[label], 22) for label in labels.tolist()]))
-        keep = chosen_masks(strategy, classifier, images, labels, seed=seed)
+        choose = masking_strategy(strategy, image_size=size, generator=torch.Generator().manual_seed(seed))
+        keep = choose(classifier, images, labels) if choose.forwards + choose.backwards <= MOST_PASSES else ()
         for number, visible in enumerate(keep, start=1):
             logits = network(classifier)(images, visible)
             losses = functional.cross_entropy(logits, labels, reduction="none").tolist()
@@ -243,29 +230,9 @@ def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: 
             if max(images.shape[2:]) > STRIP_SIDE:
                 images = functional.interpolate(images, size=(STRIP_SIDE,) * 2, mode="bilinear", antialias=True)
             for axes, image, caption in zip(row, images, captions, strict=True):
-                axes.imshow(_bytes(image), interpolation="none")
+                axes.imshow(to_bytes(image), interpolation="none")
                 axes.set_xlabel(caption, fontsize=6.5)
                 axes.set(xticks=[], yticks=[])
         title = f"What each strategy hides from its own network, n = {count} images"
         figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
         return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)
-
-
-def sample(source: ImageSource, classifier: ImageClassifier) -> tuple[Float[Tensor, "b c h w"], Int64[Tensor, " b"]]:
-    """A few images spread over the source, and the classifier's outputs for their labels."""
-    how = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
-    indices = spread_indices(source, COLUMNS)
-    (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
-    outputs = torch.tensor(match_labels(source.class_names, classifier))
-    return as_images(batch.images, "cpu"), outputs[batch.labels]
-
-
-def chosen_masks(
-    strategy: str, classifier: ImageClassifier, images: Tensor, labels: Tensor, *, seed: int
-) -> Bool[Tensor, "copies b 1 h w"]:
-    """What the strategy leaves visible; no copies where it takes too long to choose."""
-    generator = torch.Generator().manual_seed(seed)
-    chosen = masking_strategy(strategy, image_size=classifier.input_size, generator=generator)
-    if chosen.forwards + chosen.backwards > MOST_PASSES:
-        return torch.ones(0, len(images), 1, *classifier.input_size, dtype=torch.bool)
-    return chosen(classifier, images, labels)

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from patchproof.report._compare import TracedRun, strategy_order
-from patchproof.report._content import ATTACK_NAMES, MOST_CLASSES, attacked_rates, by_class, mask_shares, outcomes
+from patchproof.report._counts import MOST_CLASSES, Comparison, attacked_rates, by_class, mask_shares, outcomes
 from patchproof.report._figures import (
     COLOURS,
     FILLS,
     INK,
     LINES,
-    Dots,
     Picture,
     dots,
-    draw,
+    drawing,
     error_line,
     percent_axis,
     percents,
 )
-from patchproof.report._paired import Comparison, Paired
 from patchproof.runs import Rate, Record, StoredCertification, StoredTraining
 from patchproof.runs._reading import shortened, shortened_name
 
+ATTACK_NAMES = {
+    "undefended": "undefended",
+    "undefended_attacked": "undefended, attacked",
+    "defended": "defended",
+    "attacked": "defended, attacked",
+    "certified": "certified",
+}
 BINS = 24
 OUTER = 0.5
 """Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
@@ -37,6 +41,7 @@ OUTER = 0.5
 POINTS = 120
 """Points of a loss curve; each is the mean over neighbouring steps."""
 
+COST = "strategy, and its extra passes per image in training"
 FEW_TICKS = 8
 FEW_NAMES = 4
 """Most ticks with numbers, or names, that fit side by side."""
@@ -47,32 +52,24 @@ def counts(values: Iterable[int]) -> str:
 
 
 def class_picture(run: StoredCertification) -> Picture:
-    found, certified = by_class(run), f"certified ({run.guarantee})"
-    n = f"n = {len(run.good):,}"
-    if len(found) > MOST_CLASSES:
-        ordered = sorted((rates["certified"] for rates in found.values()), key=lambda rate: (rate.rate, rate.n))
-
-        def ranked(axes: Axes) -> None:
-            ranks = list(range(1, len(ordered) + 1))
+    """Both accuracies of each class, or of very many classes the certified one in rising order."""
+    found, label, n = by_class(run), f"certified ({run.guarantee})", f"n = {len(run.good):,}"
+    certified, many = [rates["certified"] for rates in found.values()], len(found) > MOST_CLASSES
+    title = f"Certified accuracy of {len(found):,} classes, {n}" if many else f"Accuracy by class, {n}"
+    height = 3.1 if many else 1.2 + 0.27 * len(found)
+    with drawing("classes", title, f"{title}, with 95% intervals.", height=height) as (picture, axes):
+        if many:
+            ordered, ranks = sorted(certified, key=lambda rate: (rate.rate, rate.n)), range(1, len(found) + 1)
             low, high = ([100 * rate.interval[end] for rate in ordered] for end in (0, 1))
             axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
-            axes.step(ranks, percents(ordered)[0], where="mid", color=COLOURS[0], label=certified)
+            axes.step(ranks, percents(ordered)[0], where="mid", color=COLOURS[0], label=label)
             axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
-
-        alt = f"Certified accuracy of {len(ordered)} classes in rising order with 95% intervals."
-        return draw("classes", f"Certified accuracy of {len(ordered):,} classes, {n}", alt, ranked)
-    names = [f"{shortened(run.class_name(label), 24)} (n = {r['certified'].n})" for label, r in found.items()]
-
-    def plot(axes: Axes) -> None:
-        series: list[Dots] = [
-            (certified, [r["certified"] for r in found.values()], False),
-            ("defended", [r["defended"] for r in found.values()], True),
-        ]
-        dots(axes, names, series, step=-0.32)
-        axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
-
-    alt = f"Certified and defended accuracy of {len(names)} classes with 95% intervals, {n}."
-    return draw("classes", f"Accuracy by class, {n}", alt, plot, height=1.2 + 0.27 * len(names))
+        else:
+            names = [f"{shortened(run.class_name(k), 24)} (n = {r['certified'].n})" for k, r in found.items()]
+            defended = [rates["defended"] for rates in found.values()]
+            dots(axes, names, [(label, certified, False), ("defended", defended, True)], step=-0.32)
+            axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
+    return picture
 
 
 def histogram(
@@ -101,53 +98,37 @@ def histogram_pictures(
     if counted is None:
         return []
     edges, shares, clipped = counted
-
-    def plot(axes: Axes) -> None:
+    title = f"{title}, n = {len(run.good):,}"
+    with drawing(key, title, f"{title}: histograms of the certified and of the other images.") as (picture, axes):
         for (words, values), row, colour, (face, hatch) in zip(known.items(), shares, COLOURS, FILLS, strict=False):
             bars = [(ends, rate) for ends, rate in zip(pairwise(edges), row, strict=True) if rate.k]
             middles, widths = [sum(ends) / 2 for ends, _ in bars], [right - left for (left, right), _ in bars]
             heights, reach = percents([rate for _, rate in bars])
-            label = f"{words} (n = {len(values):,})"
-            look: dict[str, Any] = {
-                "label": label,
-                "facecolor": face,
-                "edgecolor": colour,
-                "hatch": hatch,
-                "linewidth": 0.8,
-            }
-            axes.bar(middles, heights, widths, **look)
+            look: dict[str, Any] = {"facecolor": face, "edgecolor": colour, "hatch": hatch, "linewidth": 0.8}
+            axes.bar(middles, heights, widths, label=f"{words} (n = {len(values):,})", **look)
             axes.errorbar(middles, heights, yerr=reach, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
         if edges[0] < 0 < edges[-1]:
             axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         beyond = f"; {clipped:,} beyond the ends in the end bins" if clipped else ""
         axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
-
-    certified, others = (len(values) for values in known.values())
-    alt = f"Histogram of {unit} of {certified:,} certified and {others:,} other images."
-    return [draw(key, f"{title}, n = {len(run.good):,}", alt, plot)]
+    return [picture]
 
 
 def bounds_picture(runs: Sequence[StoredCertification]) -> Picture:
     """For each run the accuracies as points on a line; the band from certified to attacked holds robust accuracy."""
     found = [attacked_rates(run) for run in runs]
-
-    def plot(axes: Axes) -> None:
+    title = f"Bounds on robust accuracy, n = {counts(len(run.attacks) for run in runs)}"
+    alt = f"{title}: five accuracies with 95% intervals; a band holds what is robust."
+    with drawing("attacked", title, alt, height=1.9 + 0.6 * len(runs)) as (picture, axes):
         for place, rates in enumerate(found):
             if "attacked" in rates:
                 low, high = 100 * rates["certified"].rate, 100 * rates["attacked"].rate
                 axes.fill_betweenx([place - 0.34, place + 0.34], low, high, color=COLOURS[0], alpha=0.18, linewidth=0)
         names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in runs]
-        series: list[Dots] = [
-            (words, [rates.get(name) for rates in found], name.endswith("attacked"))
-            for name, words in ATTACK_NAMES.items()
-        ]
+        series = [(w, [rates.get(k) for rates in found], k.endswith("attacked")) for k, w in ATTACK_NAMES.items()]
         dots(axes, names, series, step=0.12)
         axes.set(xlabel="images (%)", xlim=(-2, 102))
-
-    n = counts(len(run.attacks) for run in runs)
-    alt = f"Five accuracies of {len(runs)} attacked runs with 95% intervals, n = {n}; a band holds what is robust."
-    title = f"Bounds on robust accuracy, n = {n}"
-    return draw("attacked", title, alt, plot, height=1.9 + 0.6 * len(runs))
+    return picture
 
 
 def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
@@ -158,8 +139,8 @@ def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
     rows, columns = run.axes
     values = np.array([100 * shares[i].rate if i in shares else 0.0 for i in range(rows * columns)])
     n = next(iter(shares.values())).n
-
-    def plot(axes: Axes) -> None:
+    alt = f"For each of {rows}×{columns} masks, the percentage of {n:,} images without a certificate that it decides."
+    with drawing("failing-masks", f"Masks that decide failures, n = {n:,}", alt, height=3.4) as (picture, axes):
         mesh = axes.pcolormesh(values.reshape(rows, columns), cmap="Blues", vmin=0, edgecolors="white", linewidth=1)
         for number, value in enumerate(values):
             row, column = divmod(number, columns)
@@ -170,118 +151,89 @@ def failing_masks_pictures(run: StoredCertification) -> list[Picture]:
         axes.set_xticks(np.arange(columns) + 0.5, [str(i + 1) for i in range(columns)])
         axes.set_yticks(np.arange(rows) + 0.5, [str(i + 1) for i in range(rows)])
         axes.set(xlabel="column of masks", ylabel="row of masks", aspect="equal", ylim=(rows, 0))
-        axes.figure.colorbar(mesh, ax=axes, shrink=0.8, label="% of these images")
-
-    alt = f"For each of {rows}×{columns} masks, the percentage of {n:,} images without a certificate that it decides."
-    return [draw("failing-masks", f"Masks that decide failures, n = {n:,}", alt, plot, height=3.4)]
+        picture.figure.colorbar(mesh, ax=axes, shrink=0.8, label="% of these images")
+    return [picture]
 
 
 def paired_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
     """Certified accuracy against the baseline: of each run, or of each class of a single one."""
-    one, rows = comparisons[0], list[tuple[str, Paired]]()
-    if len(comparisons) > 1:
-        for c in comparisons:
-            rows.append(("/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)), c.certified))
+    one, several = comparisons[0], len(comparisons) > 1
+    if several:
+        names = ["/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)) for c in comparisons]
+        found = [c.certified for c in comparisons]
     elif 1 < len(one.classes) <= MOST_CLASSES:
-        rows.append(("all images", one.certified))
-        rows += [(f"{shortened(one.base.class_name(k), 24)} (n = {v.n})", v) for k, v in one.classes.items()]
+        classes = [f"{shortened(one.base.class_name(k), 24)} (n = {v.n})" for k, v in one.classes.items()]
+        names, found = ["all images", *classes], [one.certified, *one.classes.values()]
     else:
         return []
-
-    def plot(axes: Axes) -> None:
-        axes.axvline(0, color=INK, linewidth=1, linestyle=":")
-        dots(axes, [name for name, _ in rows], [("", [paired for _, paired in rows], False)])
-        axes.set_xlabel("percentage points (right of 0: better)")
-
     title = f"Certified, against the baseline, n = {counts(c.certified.n for c in comparisons)}"
-    alt = f"{title}: {len(rows)} paired differences with 95% intervals."
-    height = 1.4 + (0.36 if any("\n" in name for name, _ in rows) else 0.27) * len(rows)
-    key = "paired" if len(comparisons) > 1 else "paired-classes"
-    return [draw(key, title, alt, plot, height=height, title_width=32)]
-
-
-Point = tuple[float, TracedRun]
+    alt = f"{title}: {len(names)} paired differences with 95% intervals."
+    key, height = "paired" if several else "paired-classes", 1.4 + (0.36 if "\n" in str(names) else 0.27) * len(names)
+    with drawing(key, title, alt, height=height, title_width=32) as (picture, axes):
+        axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        dots(axes, names, [("", found, False)])
+        axes.set_xlabel("percentage points (right of 0: better)")
+    return [picture]
 
 
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
-    """Certified accuracy against masks per axis, patch size and training cost, where at least two values are there."""
-    area, cost = "patch (% of the image's area)", "strategy, and its extra passes per image in training"
-    sizes = ("masks_words", "patch_words")
-    return [
-        *_against(traced, "masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), sizes[1:]),
-        *_against(traced, "patch size", area, lambda one: one.run.patch_percent, sizes[:1]),
-        *_against(traced, "training cost", cost, lambda one: one.passes, sizes, by_strategy=False),
+    """Certified accuracy against masks per axis, patch size and training cost. A line joins all runs that differ
+    in that alone; there is no figure where no two do.
+
+    Costs belong to strategies: these have a place each, in the order of cost, and points that are not joined.
+    """
+    kinds: list[tuple[str, str, Callable[[TracedRun], float | None], list[str]]] = [
+        ("masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), ["patch_words"]),
+        ("patch size", "patch (% of the image's area)", lambda one: one.run.patch_percent, ["masks_words"]),
+        ("training cost", COST, lambda one: one.passes, ["masks_words", "patch_words"]),
     ]
-
-
-def _against(
-    traced: Sequence[TracedRun],
-    what: str,
-    unit: str,
-    x: Callable[[TracedRun], float | None],
-    same: Sequence[str],
-    *,
-    by_strategy: bool = True,
-) -> list[Picture]:
-    """One line for all runs that differ in x alone, and have these properties in common; none where no two do."""
-    lines = _lines(traced, x, same, by_strategy=by_strategy)
-    if not lines:
-        return []
-    points = [point for line in lines.values() for point in line]
-    costs = sorted({(value, one.label) for value, one in points}, key=lambda cost: (cost[0], strategy_order(cost[1])))
-    differ = [i for i in range(len(next(iter(lines)))) if len({name[i] for name in lines}) > 1] or [0]
-    guarantees = sorted({one.run.guarantee for _, one in points})
-
-    def plot(axes: Axes) -> None:
-        for number, (words, line) in enumerate(lines.items()):
-            at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
-            rates, name = [one.certified for _, one in line], shortened(" · ".join(words[i] for i in differ), 60)
-            error_line(axes, at, rates, label=name, number=number, of=len(lines), joined=by_strategy)
-        if by_strategy:
-            values = sorted({value for value, _ in points})
-            aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside
-            axes.set_xlim(values[0] - aside, values[-1] + aside)
-            if len(values) <= FEW_TICKS:
-                axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
-                axes.minorticks_off()
-        else:  # a place for each strategy in the order of its cost
-            slanted: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
-            names = [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs]
-            axes.set_xticks(range(len(costs)), names, **slanted if len(costs) > FEW_NAMES else {})
-            axes.set_xlim(-0.5, len(costs) - 0.5)
-        axes.set(xlabel=unit, ylabel=f"certified ({', '.join(guarantees)}), % of images")
-        percent_axis(axes, (one.certified for _, one in points))
-
-    title, n = f"Certified accuracy against {what}", counts(one.certified.n for _, one in points)
-    alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals, n = {n}."
-    key = "by-" + what.replace(" size", "").replace(" ", "-")
-    return [draw(key, f"{title}, n = {n}", alt, plot, height=3.0 + 0.16 * len(lines))]
-
-
-def _lines(
-    traced: Sequence[TracedRun], x: Callable[[TracedRun], float | None], same: Sequence[str], *, by_strategy: bool
-) -> dict[tuple[str, ...], list[Point]]:
-    """Words that name a line -> its points in the order of x. A line joins runs that differ in x alone."""
-    groups: dict[Hashable, list[Point]] = {}
-    for one in traced:
-        value, run = x(one), one.run
-        if value is not None and one.certified.n:
-            own = (one.label, run.weights_sha256) if by_strategy else ()
-            facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
-            groups.setdefault((own, facts, *(getattr(run, name) for name in same)), []).append((value, one))
-    lines: dict[tuple[str, ...], list[Point]] = {}
-    for group in groups.values():
-        if len({value for value, _ in group}) > 1:
-            one = group[0][1]
-            images = f"{one.run.dataset}, n = {one.certified.n:,}"
-            shared = [images, one.run.architecture, one.defense_words, *(getattr(one.run, name) for name in same)]
-            words = name = (*([one.label] if by_strategy else []), *shared)
-            number = 1
-            while name in lines:  # e.g. two trainings with the same strategy
-                number += 1
-                name = (f"{words[0]} (run {number})", *words[1:])
-            lines[name] = sorted(group, key=lambda point: point[0])
-    return lines
+    pictures = []
+    for what, unit, x, same in kinds:
+        by_strategy = unit != COST
+        groups: dict[Hashable, list[tuple[float, TracedRun]]] = {}
+        for one in traced:
+            value, run = x(one), one.run
+            if value is not None and one.certified.n:
+                own = (one.label, run.weights_sha256) if by_strategy else ()
+                facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
+                groups.setdefault((own, facts, *(getattr(run, name) for name in same)), []).append((value, one))
+        lines = [sorted(group, key=lambda point: point[0]) for group in groups.values() if len(dict(group)) > 1]
+        if not lines:
+            continue
+        names = []
+        for (_, one), *_ in lines:
+            shared = [f"{one.run.dataset}, n = {one.certified.n:,}", one.run.architecture, one.defense_words]
+            names.append([*[one.label] * by_strategy, *shared, *(getattr(one.run, name) for name in same)])
+        differ = [i for i, words in enumerate(zip(*names, strict=True)) if len(set(words)) > 1] or [0]
+        points = [point for line in lines for point in line]
+        values, guarantees = sorted({value for value, _ in points}), sorted({one.run.guarantee for _, one in points})
+        costs = sorted({(value, one.label) for value, one in points}, key=lambda c: (c[0], strategy_order(c[1])))
+        title = f"Certified accuracy against {what}, n = {counts(one.certified.n for _, one in points)}"
+        alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals."
+        key = "by-" + what.removesuffix(" size").replace(" ", "-")
+        with drawing(key, title, alt, height=3.0 + 0.16 * len(lines)) as (picture, axes):
+            seen = Counter[str]()
+            for number, (words, line) in enumerate(zip(names, lines, strict=True)):
+                at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
+                label, rates = shortened(" · ".join(words[i] for i in differ), 60), [one.certified for _, one in line]
+                seen[label] += 1
+                label += f" (run {seen[label]})" if seen[label] > 1 else ""  # e.g. two trainings with one strategy
+                error_line(axes, at, rates, label=label, number=number, of=len(lines), joined=by_strategy)
+            if by_strategy:
+                aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside
+                axes.set_xlim(values[0] - aside, values[-1] + aside)
+                if len(values) <= FEW_TICKS:
+                    axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
+                    axes.minorticks_off()
+            else:
+                slanted: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+                ticks = [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs]
+                axes.set_xticks(range(len(costs)), ticks, **slanted if len(costs) > FEW_NAMES else {})
+                axes.set_xlim(-0.5, len(costs) - 0.5)
+            axes.set(xlabel=unit, ylabel=f"certified ({', '.join(guarantees)}), % of images")
+            percent_axis(axes, (one.certified for _, one in points))
+        pictures.append(picture)
+    return pictures
 
 
 def line_name(run: StoredTraining) -> str:
@@ -290,41 +242,32 @@ def line_name(run: StoredTraining) -> str:
 
 def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
     """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
-    learned, validated = [run for run in runs if run.losses], [run for run in runs if run.epochs]
-
-    def losses(axes: Axes) -> None:
-        for number, run in enumerate(learned):
-            # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
-            groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
-            steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
-            low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
-            colour = COLOURS[number % len(COLOURS)]
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
-        axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
-
-    def validation(axes: Axes, name: str) -> None:
-        for number, run in enumerate(validated):
-            at, rates = [float(epoch.epoch) for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
-            error_line(axes, at, rates, label=line_name(run), number=number, of=len(validated))
-        last = max(epoch.epoch for run in validated for epoch in run.epochs)
-        words = "certified (recovery)" if name == "certified" else name
-        axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
-        percent_axis(axes, (getattr(epoch, name) for run in validated for epoch in run.epochs))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-    pictures = []
+    learned, validated, pictures = [run for run in runs if run.losses], [run for run in runs if run.epochs], []
     if learned:
-        steps = counts(len(run.losses) for run in learned)
-        alt = (
-            f"Training loss of {len(learned)} runs ({steps} steps); the band holds 80% of the steps around each point."
-        )
-        title = f"Training loss, n = {steps} steps, 80% of them in the band"
-        pictures.append(draw("loss", title, alt, losses, height=3.0 + 0.16 * len(learned)))
+        title = f"Training loss, n = {counts(len(run.losses) for run in learned)} steps, 80% of them in the band"
+        with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
+            for number, run in enumerate(learned):
+                # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
+                groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
+                steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
+                low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
+                colour = COLOURS[number % len(COLOURS)]
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
+            axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+        pictures.append(picture)
     for name in ("certified", "undefended") if validated else ():
-        n = counts(getattr(epoch, name).n for run in validated for epoch in run.epochs)
-        which = f"{name.capitalize()} accuracy on validation images after each epoch"
-        alt, title = f"{which} of {len(validated)} runs, 95% intervals.", f"Validation, {name}, n = {n}"
-        plot = partial(validation, name=name)
-        pictures.append(draw(f"validation-{name}", title, alt, plot, height=3.0 + 0.16 * len(validated)))
+        every = [getattr(epoch, name) for run in validated for epoch in run.epochs]
+        title = f"Validation, {name}, n = {counts(rate.n for rate in every)}"
+        alt, height = f"{title}: accuracy after each epoch, 95% intervals.", 3.0 + 0.16 * len(validated)
+        with drawing(f"validation-{name}", title, alt, height=height) as (picture, axes):
+            for number, run in enumerate(validated):
+                at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
+                error_line(axes, at, rates, label=line_name(run), number=number, of=len(validated))
+            words = "certified (recovery)" if name == "certified" else name
+            last = max(run.epochs[-1].epoch for run in validated)
+            axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
+            percent_axis(axes, every)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        pictures.append(picture)
     return pictures

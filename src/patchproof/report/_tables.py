@@ -11,25 +11,23 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 
-from patchproof.report._paired import Paired
+from patchproof.report._counts import Paired
 from patchproof.runs import Rate
 
 Cell = str | int | float | Rate | Paired | None
+
+COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
+"""Columns that become a note where they are the same in every row."""
 
 
 def percent(rate: float) -> str:
     return f"{100 * rate:.1f}%"
 
 
-def interval_words(rate: Rate) -> str:
-    low, high = rate.interval
-    return f"{100 * low:.1f}–{percent(high)}"
-
-
-def points_interval(paired: Paired) -> str:
-    """`+1.0 to +7.3`, in percentage points."""
-    low, high = paired.interval
-    return f"{100 * low:+.1f} to {100 * high:+.1f}"
+def interval_words(found: Rate | Paired) -> str:
+    """`57.3–67.0%` of a rate, `+1.0 to +7.3` percentage points of a difference."""
+    low, high = (100 * end for end in found.interval)
+    return f"{low:+.1f} to {high:+.1f}" if isinstance(found, Paired) else f"{low:.1f}–{high:.1f}%"
 
 
 def duration(seconds: float) -> str:
@@ -70,32 +68,33 @@ class Table:
 
     @classmethod
     def of(
-        cls,
-        key: str,
-        title: str,
-        rows: Sequence[Mapping[str, Cell]],
-        notes: Sequence[str] = (),
-        *,
-        digits: int = 1,
-        leave_out: Collection[str] = (),
+        cls, key: str, title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str] = (), *, digits: int = 1
     ) -> Table:
-        """From rows that name their cells, all in the same order; some of them may be left out."""
-        names = [name for name in rows[0] if name not in leave_out] if rows else []
-        columns = [Column(name, digits=digits) for name in names]
-        return cls(key, title, columns, [tuple(row[name] for name in names) for row in rows], notes)
+        """From rows that name their cells, all in the same order."""
+        columns = [Column(name, digits=digits) for name in (rows[0] if rows else ())]
+        return cls(key, title, columns, [tuple(row.values()) for row in rows], notes)
 
-    def without(self, names: Collection[str]) -> Table:
-        """The part without these columns."""
-        kept = [i for i, column in enumerate(self.columns) if column.name not in names]
-        rows = [tuple(row[i] for i in kept) for row in self.rows]
-        return replace(self, columns=[self.columns[i] for i in kept], rows=rows, whole=self.whole or self)
-
-    def first(self, count: int, which: str) -> Table:
-        """The first rows alone, if there are more; the note says by what they were chosen."""
-        if len(self.rows) <= count:
+    def excerpt(self, rows: Sequence[Sequence[Cell]], which: str) -> Table:
+        """These rows alone, unless they are all; the note says by what they were chosen."""
+        if len(rows) == len(self.rows):
             return self
-        note = f"The {count} of {len(self.rows):,} with the {which}; tables/{self.key}.csv has all."
-        return replace(self, rows=self.rows[:count], notes=(*self.notes, note), whole=self)
+        note = f"The {len(rows)} of {len(self.rows):,} with the {which}; tables/{self.key}.csv has all."
+        return replace(self, rows=rows, notes=(*self.notes, note), whole=self)
+
+    def concise(self, elsewhere: Collection[str] = ()) -> Table:
+        """Without the columns shown `elsewhere`, and those that are the same in every row, which become one note."""
+        shown = [(i, column) for i, column in enumerate(self.columns) if column.name not in elsewhere]
+        same = {
+            column.name: cell_text(self.rows[0][i])
+            for i, column in shown
+            if column.name in COMMON and len({row[i] for row in self.rows}) == 1 < len(self.rows)
+        }
+        kept = [i for i, column in shown if column.name not in same]
+        said = ", ".join(f"{name} {text}" for name, text in same.items())
+        notes = (f"The same for all: {said}.", *self.notes) if same else self.notes
+        rows = [tuple(row[i] for i in kept) for row in self.rows]
+        columns = [self.columns[i] for i in kept]
+        return replace(self, columns=columns, rows=rows, notes=notes, whole=self.whole or self)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -114,17 +113,14 @@ class Table:
 
 def cell_text(cell: Cell, digits: int = 1) -> str:
     """A rate as `62.3% (57.3–67.0%)`; no percentage of nothing."""
-    if cell is None:
-        return "–"
-    if isinstance(cell, Rate):
-        return f"{percent(cell.rate)} ({interval_words(cell)})" if cell.n else "no images"
-    if isinstance(cell, Paired):
-        return f"{100 * cell.difference:+.1f} ({points_interval(cell)})" if cell.n else "no images"
+    if isinstance(cell, Rate | Paired):
+        value = percent(cell.rate) if isinstance(cell, Rate) else f"{100 * cell.difference:+.1f}"
+        return f"{value} ({interval_words(cell)})" if cell.n else "no images"
     if isinstance(cell, float):
         if 0 < cell < 0.5 * 10**-digits:
             return f"<{10**-digits:.{digits}f}"
-        return f"{round(cell, digits) + 0.0:,.{digits}f}"  # + 0.0: no minus before a zero
-    return f"{cell:,}" if isinstance(cell, int) else cell
+        return f"{cell:z,.{digits}f}"
+    return "–" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell
 
 
 def markdown(table: Table) -> str:
@@ -169,43 +165,40 @@ def csv_text(table: Table) -> str:
 def json_text(table: Table) -> str:
     """One object per row; rates and differences as objects of their own, with what they were counted from."""
     names = [column.full_name for column in table.columns]
-    rows = [
-        {n: c.as_dict() if isinstance(c, Rate | Paired) else c for n, c in zip(names, row, strict=True)}
-        for row in table.rows
-    ]
-    return json.dumps({"title": table.title, "rows": rows, "notes": list(table.notes)}, indent=1) + "\n"
+    rows = [[c.as_dict() if isinstance(c, Rate | Paired) else c for c in row] for row in table.rows]
+    named = [dict(zip(names, row, strict=True)) for row in rows]
+    return json.dumps({"title": table.title, "rows": named, "notes": list(table.notes)}, indent=1) + "\n"
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "×": r"$\times$",
-    "τ": r"$\tau$",
-    "–": "--",
-    "…": r"\ldots{}",
-    "†": r"\dag{}",
-    "·": r"$\cdot$",
-} | {character: f"\\{character}" for character in "&%$#_{}"}
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "×": r"$\times$",
+        "τ": r"$\tau$",
+        "–": "--",
+        "…": r"\ldots{}",
+        "†": r"\dag{}",
+        "·": r"$\cdot$",
+    }
+    | {character: f"\\{character}" for character in "&%$#_{}"}
+)
 
 
 def latex(table: Table) -> str:
     """A `table` environment without packages; notes go below the rows."""
-
-    def escaped(text: str) -> str:
-        return "".join(_LATEX.get(character, character) for character in text)
-
     kinds = "".join("r" if table.is_number(i) else "l" for i in range(len(table.columns)))
-    groups = [rf"\multicolumn{{{span}}}{{l}}{{{escaped(name)}}}" for name, span in table.groups]
-    heads = [escaped(column.name) for column in table.columns]
-    body = [[escaped(text) for text in row] for row in table.texts()]
-    lines = [r"\begin{table}", rf"\caption{{{escaped(table.title)}}}", rf"\begin{{tabular}}{{{kinds}}}", r"\hline"]
-    lines += [" & ".join(cells) + r" \\" for cells in ([groups] if groups else []) + [heads]] + [r"\hline"]
-    lines += [" & ".join(cells) + r" \\" for cells in body] + [r"\hline", r"\end{tabular}"]
-    lines += [rf"\par {escaped(note)}" for note in table.notes]
+    groups = [rf"\multicolumn{{{span}}}{{l}}{{{name.translate(LATEX)}}}" for name, span in table.groups]
+    heads = [column.name.translate(LATEX) for column in table.columns]
+    rows = [[text.translate(LATEX) for text in row] for row in table.texts()]
+    above, below = ([" & ".join(cells) + r" \\" for cells in some if cells] for some in ((groups, heads), rows))
+    lines = [r"\begin{table}", rf"\caption{{{table.title.translate(LATEX)}}}", rf"\begin{{tabular}}{{{kinds}}}"]
+    lines += [r"\hline", *above, r"\hline", *below, r"\hline", r"\end{tabular}"]
+    lines += [rf"\par {note.translate(LATEX)}" for note in table.notes]
     return "\n".join([*lines, r"\end{table}"]) + "\n"
 
 

@@ -1,19 +1,29 @@
-"""Two runs on the same images: the difference of their accuracies, image by image.
+"""What is counted from records: by outcome, class and mask, under attack, and of two runs on the same images.
 
-Both runs saw the same images, so most of what makes their separate intervals wide is common to them. What counts is the
+Two runs that saw the same images have most of what makes their separate intervals wide in common. What counts is the
 images on which they differ: `gained` only by the second run, `lost` only by the first.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scipy.special import bdtr
 
-from patchproof.runs import StoredCertification
+from patchproof.runs import ATTACK_ACCURACIES, Rate, Record, StoredCertification, Tally, rates
+
+MOST_CLASSES = 40
+"""With more classes, the figure shows the distribution instead."""
+
+FEW_PER_CLASS = 5
+"""With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
+
+FEW = 10
+"""Images of a class below which the class is not called weak."""
 
 Z = 1.959963984540054
 """Of a two-sided 95% interval."""
@@ -22,6 +32,62 @@ POWER = 0.8416212335729143
 """Of a difference found four times in five."""
 
 LEVEL = 0.05
+
+
+def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
+    good = run.good
+    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
+
+
+def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
+    """The accuracies of each label, in the order of the labels."""
+    found: dict[int, list[Record]] = {}
+    for record in run.good:
+        found.setdefault(record.label, []).append(record)
+    return {label: rates(found[label]) for label in sorted(found)}
+
+
+def enough_per_class(run: StoredCertification) -> bool:
+    classes = len(by_class(run))
+    return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
+
+
+def weak_classes(run: StoredCertification) -> dict[int, Rate]:
+    """Classes whose whole 95% interval lies below the certified accuracy of all images, lowest first."""
+    mean, found = run.rates["certified"].rate, by_class(run)
+    rated = sorted(((label, found[label]["certified"]) for label in found), key=lambda one: (one[1].rate, one[0]))
+    return {label: rate for label, rate in rated if rate.n >= FEW and rate.interval[1] < mean}
+
+
+def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
+    """The numbers of the masks that decided, each once, and of unions those of their parts; and the label under them.
+    None where the record has no witness that fits the run."""
+    found = record.evidence.get("witness")
+    masks = found.get("masks") if isinstance(found, Mapping) else None
+    if run.masks is None or not isinstance(found, Mapping) or not isinstance(masks, list):
+        return (), None
+    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
+        return (), None
+    rects, label = (rect for number in masks for rect in run.masks.parts[number]), found.get("label")
+    return tuple(dict.fromkeys(map(run.masks.blocks.index, rects))), label if type(label) is int else None
+
+
+def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int, Rate]:
+    """For each mask the share of these images whose deciding masks it is among, most often first."""
+    decided = [masks for record in records if (masks := witness(run, record)[0])]
+    found = Counter(number for masks in decided for number in masks)
+    return {number: Rate(k, len(decided)) for number, k in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
+
+
+def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
+    """All five over the same images: one that was not attacked counts with its clean answer, so the rate stays an upper
+    bound. What was not attacked at all, or has no clean answers, has no rate."""
+    found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
+    for name, clean in (("undefended_attacked", "undefended"), ("attacked", "defended")):
+        if found[name].n:
+            answers = [r.finding(clean) if r.finding(name) is None else r.finding(name) for r in run.attacks]
+            found[name] = Rate(sum(map(bool, answers)), len(answers))
+    return {name: rate for name, rate in found.items() if rate.n}
 
 
 @dataclass(frozen=True)
@@ -45,19 +111,22 @@ class Paired:
     @property
     def interval(self) -> tuple[float, float]:
         """95%, square-and-add of the two Wilson intervals with their correlation (Newcombe 1998, method 10)."""
-        if not self.n:
+        n = self.n
+        if not n:
             return -1.0, 1.0
         first, second = self.both + self.lost, self.both + self.gained
-        (low1, high1), (low2, high2) = _wilson(first, self.n), _wilson(second, self.n)
-        rate1, rate2 = first / self.n, second / self.n
-        product = first * (self.n - first) * second * (self.n - second)
+        reaches = []
+        for k in (first, second):
+            middle, square = 2 * k + Z * Z, Z * math.sqrt(Z * Z + 4 * k * (n - k) / n)
+            low, high = (end / (2 * (n + Z * Z)) for end in (middle - square, middle + square))
+            reaches.append((k / n - low, high - k / n))
+        (below1, above1), (below2, above2) = reaches
+        product = first * (n - first) * second * (n - second)
         together = self.both * self.neither - self.lost * self.gained
-        phi = (max(together - self.n / 2, 0) if together > 0 else together) / math.sqrt(product) if product else 0.0
-
-        def reach(a: float, b: float) -> float:
-            return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
-
-        below, above = reach(rate2 - low2, high1 - rate1), reach(high2 - rate2, rate1 - low1)
+        phi = (max(together - n / 2, 0) if together > 0 else together) / math.sqrt(product) if product else 0.0
+        below, above = (
+            math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b)) for a, b in ((below2, above1), (above2, below1))
+        )
         return max(-1.0, self.difference - below), min(1.0, self.difference + above)
 
     @property
@@ -65,11 +134,6 @@ class Paired:
         """McNemar's exact test: the chance, if both runs are equally good, of a split at least as uneven."""
         differing = self.lost + self.gained
         return min(1.0, 2 * float(bdtr(min(self.lost, self.gained), differing, 0.5))) if differing else 1.0
-
-    def disagrees(self, p: float) -> bool:
-        """Whether the interval says otherwise than the test, whose p may be corrected for several tests."""
-        low, high = self.interval
-        return (low <= 0 <= high) == (p < LEVEL)
 
     @property
     def images_needed(self) -> int | None:
@@ -80,13 +144,7 @@ class Paired:
         return math.ceil(((Z * math.sqrt(differing) + POWER * math.sqrt(max(0.0, differing - d * d))) / d) ** 2)
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {"both": self.both, "lost": self.lost, "gained": self.gained, "neither": self.neither, "n": self.n}
-        return {**counts, "difference": self.difference, "interval": list(self.interval), "p": self.p}
-
-
-def _wilson(k: int, n: int) -> tuple[float, float]:
-    middle, square = 2 * k + Z * Z, Z * math.sqrt(Z * Z + 4 * k * (n - k) / n)
-    return (middle - square) / (2 * (n + Z * Z)), (middle + square) / (2 * (n + Z * Z))
+        return vars(self) | {"n": self.n, "difference": self.difference, "interval": list(self.interval), "p": self.p}
 
 
 def count_pairs(findings: Iterable[tuple[bool | None, bool | None]]) -> Paired:
