@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def open_explorer(
     `dataset` and `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of
     3%, and shows the images of `dataset` and `split`, or those that its training was validated on.
     """
+    source: ImageSource | str
     run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
         classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
@@ -77,7 +79,14 @@ def open_explorer(
         threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
         built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
         names, notices = class_words(dict(enumerate(classifier.class_names or ()))), network_remarks(classifier)
-        source, records = _images_of(checkpoint, dataset, data_dir, split), ()
+        source, records = "No images are named as the dataset; drop in your own.", ()
+        if dataset is not None:
+            source = open_dataset(dataset, data_dir=data_dir, split=split)
+        elif split is not None:
+            raise InputError("split needs a dataset; name it too")
+        else:
+            with suppress(PatchproofError):
+                source = find_images(read_run(checkpoint.resolve().parent), data_dir=data_dir)
         low_resolution, shown = False, "your own images"
         if not isinstance(source, str):
             low_resolution, shown = source.low_resolution, source.name
@@ -128,15 +137,3 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
         f"the weights with the sha256 {wanted[:12]}… that {run.folder} certified are not found "
         f"({'; '.join(tried) or 'it names none'}); give the right ones, or explore a checkpoint by itself"
     )
-
-
-def _images_of(checkpoint: Path, dataset: str | None, data_dir: Path | None, split: str | None) -> ImageSource | str:
-    """The images named, or those that the training around the checkpoint was validated on; else the reason in words."""
-    if dataset is not None:
-        return open_dataset(dataset, data_dir=data_dir, split=split)
-    if split is not None:
-        raise InputError("split needs a dataset; name it too")
-    try:
-        return find_images(read_run(checkpoint.resolve().parent), data_dir=data_dir)
-    except PatchproofError:
-        return "No images are named as the dataset; drop in your own."

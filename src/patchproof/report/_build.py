@@ -16,7 +16,7 @@ from patchproof.report._counts import compare, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._sections import Section, meanings, one_certification, side_by_side, trainings
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
-from patchproof.runs import Rate, StoredCertification, StoredTraining, dump_json, read_runs, write_atomically
+from patchproof.runs import Rate, StoredCertification, dump_json, read_runs, write_atomically
 from patchproof.runs._reading import count_words, printable, shortened
 from patchproof.types import InputError
 from patchproof.version import __version__
@@ -130,7 +130,7 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         raise InputError("name at least one run folder")
     certified, trained = read_runs(folders)
     traced = trace(certified, trained)
-    several, tiles = len(traced) > 1, list[tuple[str, str, Rate]]()
+    several, subtitle, tiles = len(traced) > 1, "", list[tuple[str, str, Rate]]()
     if chosen.baseline is not None and not several:
         raise InputError(
             f"baseline needs several certifications to compare, and there is {'one' if traced else 'none'}"
@@ -154,33 +154,26 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
         sections = side_by_side(traced, comparisons)
         conclusion = conclude_several(traced, base, comparisons, unpaired)
+        title = f"{len(traced)} certifications side by side"
+        subtitle = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
     elif traced:
         (one,), (run,) = traced, certified
         sections = one_certification(one, dataset=chosen.dataset, data_dir=chosen.data_dir, images=chosen.images)
         tiles = [(name, meanings(run)[name], rate) for name, rate in run.rates.items()]
         conclusion = conclude_one(one)
+        title = f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}"
+        threat = f"{'one patch of ' * (run.patches == 1)}{run.patch_words} anywhere on the image"
+        subtitle = f"Certified {run.guarantee} against {threat}; {run.defense}, {run.masks_words}; run {run.name}"
     else:
         sections, conclusion = [], conclude_training(trained)
+        title = f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs"
     lists = {"Verdict": conclusion.verdict, "Next steps": conclusion.steps}
     lists["What the guarantee excludes"] = conclusion.excludes
     points = [(head, points) for head, points in lists.items() if points]
     sections += [*trainings(trained), Section("conclusion", "Conclusion", lists=points)]
-    title, subtitle = titles(certified, trained)
     tables = [table.whole or table for section in sections for table in section.tables if table.rows]
     shown = [section for section in sections if section.shown]
     return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, tables, conclusion)
-
-
-def titles(certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]) -> tuple[str, str]:
-    if len(certified) == 1:
-        run = certified[0]
-        threat = f"{'one patch of ' * (run.patches == 1)}{run.patch_words} anywhere on the image"
-        words = f"Certified {run.guarantee} against {threat}; {run.defense}, {run.masks_words}; run {run.name}"
-        return f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}", words
-    if not certified:
-        return f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs", ""
-    more = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
-    return f"{len(certified)} certifications side by side", more
 
 
 def attack_notices(run: StoredCertification) -> list[str]:

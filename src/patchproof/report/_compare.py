@@ -9,7 +9,7 @@ from pathlib import Path
 
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
-from patchproof.recipes import ARCHITECTURES, recipes
+from patchproof.recipes import ARCHITECTURES, Expectation, recipes
 from patchproof.report._tables import Cell, Column, Table, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
 from patchproof.runs._reading import find_weights, printable, shortened
@@ -74,7 +74,7 @@ class TracedRun:
         return f"{self.run.defense} ({self.run.guarantee})"
 
     @cached_property
-    def paper(self) -> list[PaperNumber]:
+    def paper(self) -> list[tuple[str | None, Expectation]]:
         return paper_numbers(self.run, self.strategy)
 
 
@@ -116,18 +116,9 @@ def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTrainin
     return found
 
 
-@dataclass(frozen=True)
-class PaperNumber:
-    """Percentages of the paper; `context` says what differs from our run, None for the same architecture."""
-
-    certified: float
-    defended: float | None
-    context: str | None
-
-
-def paper_numbers(run: StoredCertification, strategy: str | None) -> list[PaperNumber]:
+def paper_numbers(run: StoredCertification, strategy: str | None) -> list[tuple[str | None, Expectation]]:
     """The paper's cell with the data set, strategy, masks and patch of this run; where the architecture is none of the
-    paper's, those of its three families, as context."""
+    paper's, those of its three families. Before each what differs from our run, None for the same architecture."""
     size, dataset = run.image_size, run.dataset
     if strategy is None or run.native or run.defense != "patchcleanser" or size is None or run.patches != 1:
         return []
@@ -143,13 +134,13 @@ def paper_numbers(run: StoredCertification, strategy: str | None) -> list[PaperN
             same_pixels = size == PAPER_INPUT or cell.patch.endswith("%")  # the paper's pixels are those of 224×224
             same_masks = run.axes == (cell.masks, cell.masks)
             if same_pixels and same_masks and run.patch_sizes == parse_patches(cell.patch, size):
-                found.append(PaperNumber(cell.certified, cell.defended, ", ".join(different) or None))
+                found.append((", ".join(different) or None, cell))
     return found
 
 
-def paper_words(numbers: Sequence[PaperNumber], name: str) -> str | None:
+def paper_words(numbers: Sequence[tuple[str | None, Expectation]], name: str) -> str | None:
     """`93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others."""
-    known = [(n.context, percent(getattr(n, name) / 100)) for n in numbers if getattr(n, name) is not None]
+    known = [(context, percent(n / 100)) for context, cell in numbers if (n := getattr(cell, name)) is not None]
     own = [words for context, words in known if context is None]
     others = ", ".join(f"{context} {words}" for context, words in known)
     return own[0] if own else f"({others})" if others else None

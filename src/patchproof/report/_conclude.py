@@ -83,22 +83,38 @@ def mask_name(run: StoredCertification, number: int) -> str:
     return f"mask {number + 1} (row {row + 1} of {run.axes[0]}, column {column + 1} of {run.axes[1]})"
 
 
-def conclude_one(one: TracedRun) -> Conclusion:
-    """About one certification or attack."""
-    run, rate, average = one.run, one.certified, percent(one.certified.rate)
+def unfinished(run: StoredCertification) -> list[str]:
+    missing = run.planned - len(run.records)
+    return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
+
+
+def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
+    """About one certification or attack: each finding with what a person can do about it, most urgent first.
+
+    `tried` are the strategies that it is compared with."""
+    run, rate, steps = one.run, one.certified, unfinished(one.run)
     if not rate.n:
-        return Conclusion([NOTHING], unfinished(run))
-    failed, width = outcomes(run)["not certified"], rate.interval[1] - rate.interval[0]
+        return Conclusion([NOTHING], steps)
+    failed, alone = outcomes(run)["not certified"], run.rates.get("undefended")
+    wrong, width = sum(record.undefended is False for record in failed), rate.interval[1] - rate.interval[0]
     what = GUARANTEES[run.guarantee].replace("such patch", f"{'patch of ' * (run.patches == 1)}{run.patch_words}")
-    verdict = [f"{average} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
+    verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
     if not rate.k:
         verdict = [f"No image of {rate.n:,} is certified (95% interval {interval_words(rate)})."]
     broken = sum(record.broken for record in run.attacks)
     if broken:
         words = count_words(broken, "certificate was", "certificates were")
         verdict.insert(0, f"Do not rely on this defence: {words} broken by a patch.")
+        steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
+                     "and preprocessing are those of the run.")  # fmt: skip
     if width > WIDE:
         verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.")
+        share = min(0.9, max(0.1, rate.rate))
+        wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)
+        goal, room = f"an interval of ±{50 * WIDE:.0f} points", f"the data set has {run.available:,}"
+        more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
+        enough = f"Certify about {max(wanted, rate.n + 1):,} images for {goal} ({room})."
+        steps.append(enough if wanted <= run.available else f"{more}: {goal} takes about {wanted:,}, and {room}.")
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
         verdict.append(f"Clean accuracy: {difference(clean, 'the defence', 'the classifier alone')}")
@@ -106,50 +122,10 @@ def conclude_one(one: TracedRun) -> Conclusion:
     if len(right) == 1 and len(by_class(run)) > 1 and rate.k >= FEW:
         name = run.class_name(right.pop())
         verdict.append(f"All certified images are of class {name}: a network that always answers so would do the same.")
-    if failed and "undefended" in run.rates:
-        words, wrong = count_words(len(failed), "image has", "images have"), sum(r.undefended is False for r in failed)
+    if failed and alone is not None:
+        words = count_words(len(failed), "image has", "images have")
         why = f"{wrong:,} misclassified as they are, {len(failed) - wrong:,} classified right"
         verdict.append(f"{words} no certificate: {why}.")
-    if failed and not enough_per_class(run):
-        each = f"{rate.n:,} images of {len(by_class(run)):,} classes are too few"
-        verdict.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
-    low = [f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak_classes(run).items()]
-    if low:
-        more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
-        verdict.append(f"Clearly below the average of {average}: {', '.join(low[:NAMED])}{more}.")
-    shares = list(mask_shares(run, failed).items())[:NAMED]
-    if shares:
-        named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
-        verdict.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
-    found = attacked_rates(run)
-    if "attacked" in found:
-        words = f"from {percent(found['certified'].rate)} (certified) to {percent(found['attacked'].rate)} (attacked)"
-        verdict.append(f"Robust accuracy is between the two bounds: {words}.")
-    return Conclusion(verdict, next_steps(one), excluded([run]))
-
-
-def unfinished(run: StoredCertification) -> list[str]:
-    missing = run.planned - len(run.records)
-    return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
-
-
-def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
-    """What a person can do about this run, most urgent first; `tried` are the strategies that it is compared with."""
-    run, rate, steps = one.run, one.certified, unfinished(one.run)
-    failed, alone, found = outcomes(run)["not certified"], run.rates.get("undefended"), attacked_rates(run)
-    wrong = sum(record.undefended is False for record in failed)
-    if any(record.broken for record in run.attacks):
-        steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
-                     "and preprocessing are those of the run.")  # fmt: skip
-    if rate.interval[1] - rate.interval[0] > WIDE:
-        share = min(0.9, max(0.1, rate.rate))
-        wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)
-        goal, room = f"an interval of ±{50 * WIDE:.0f} points", f"the data set has {run.available:,}"
-        if wanted <= run.available:
-            steps.append(f"Certify about {max(wanted, rate.n + 1):,} images for {goal} ({room}).")
-        else:
-            more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
-            steps.append(f"{more}: {goal} takes about {wanted:,}, and {room}.")
     unfit = None if alone is None else needs_training(run.defense, alone.rate, run.rates["defended"].rate)
     if unfit is not None:
         steps.append(f"{unfit}.")
@@ -157,22 +133,41 @@ def next_steps(one: TracedRun, tried: Collection[str] = ()) -> list[str]:
         steps += more_masks(run)
         strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
         instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
-        train = f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."
-        longer = f"Train longer, with more images or a larger network: masks of {''.join(strong[:1])} are used already."
-        steps.append(longer if strong else train)
+        advice = f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."
+        if strong:
+            advice = f"Train longer, with more images or a larger network: masks of {strong[0]} are used already."
+        steps.append(advice)
     if failed and 3 * wrong >= len(failed):
         which = f"{wrong:,} of {len(failed):,} images without a certificate are misclassified as they are"
         steps.append(f"Improve the classifier itself: {which}.")
-    for label in list(weak_classes(run))[:1]:
-        mine = [record for record in failed if record.label == label]
-        masks = " and ".join(mask_name(run, number) for number in list(mask_shares(run, mine))[:2])
+    if failed and not enough_per_class(run):
+        each = f"{rate.n:,} images of {len(by_class(run)):,} classes are too few"
+        verdict.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
+    low = {label: f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak_classes(run).items()}
+    if low:
+        rest = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
+        named = ", ".join(list(low.values())[:NAMED])
+        verdict.append(f"Clearly below the average of {percent(rate.rate)}: {named}{rest}.")
+        lowest = next(iter(low))
+        mine = mask_shares(run, [record for record in failed if record.label == lowest])
+        masks = " and ".join(mask_name(run, number) for number in list(mine)[:2])
         where = f"; they fail most often under {masks}" if masks else ""
-        steps.append(f"Look at the images of {run.class_name(label)} in the explorer{where}.")
-    if "attacked" in found and found["attacked"].rate - found["certified"].rate > GAP:
-        steps.append("Attack harder to lower the upper bound: more steps, restarts or places.")
+        steps.append(f"Look at the images of {run.class_name(lowest)} in the explorer{where}.")
+    shares = list(mask_shares(run, failed).items())[:NAMED]
+    if shares:
+        named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
+        verdict.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
+    found = attacked_rates(run)
+    if "attacked" in found:
+        lower, upper = found["certified"].rate, found["attacked"].rate
+        words = f"from {percent(lower)} (certified) to {percent(upper)} (attacked)"
+        verdict.append(f"Robust accuracy is between the two bounds: {words}.")
+        if upper - lower > GAP:
+            steps.append("Attack harder to lower the upper bound: more steps, restarts or places.")
     if not run.attacks and len(steps) < MOST_STEPS:
         steps.append("Attack the defence for an upper bound on robust accuracy: the certified rate is the lower one.")
-    return steps[:MOST_STEPS] or ["Compare with another run on the same images: report both together."]
+    steps = steps or ["Compare with another run on the same images: report both together."]
+    return Conclusion(verdict, steps[:MOST_STEPS], excluded([run]))
 
 
 def more_masks(run: StoredCertification) -> list[str]:
@@ -237,7 +232,8 @@ def conclude_several(
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
     if not unpaired:
         leader = max(known, key=lambda one: (one.certified.rate, one is base))
-        steps += [step for step in next_steps(leader, {one.strategy or "" for one in traced}) if step not in steps]
+        found = conclude_one(leader, {one.strategy or "" for one in traced})
+        steps += [step for step in found.steps if step not in steps]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

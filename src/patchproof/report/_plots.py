@@ -168,7 +168,8 @@ def paired_pictures(comparisons: Sequence[Comparison]) -> list[Picture]:
         return []
     title = f"Certified, against the baseline, n = {counts(c.certified.n for c in comparisons)}"
     alt = f"{title}: {len(names)} paired differences with 95% intervals."
-    key, height = "paired" if several else "paired-classes", 1.4 + (0.36 if "\n" in str(names) else 0.27) * len(names)
+    key, tall = "paired" if several else "paired-classes", any("\n" in name for name in names)
+    height = 1.4 + (0.36 if tall else 0.27) * len(names)
     with drawing(key, title, alt, height=height, title_width=32) as (picture, axes):
         axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         dots(axes, names, [("", found, False)])
