@@ -118,7 +118,7 @@ def make_card(
         return None
     image = as_images(pixels[None], "cpu")[0]
     size = int(image.shape[1]), int(image.shape[2])
-    if size != (run.image_size or size):
+    if size != (run.image_size or size) or len(image) not in (1, 3):
         return None
     patches: Sequence[Tensor | None] = ()
     if attacked is None:
@@ -176,7 +176,8 @@ def hidden(
 ) -> Float[Tensor, "c h w"]:
     """x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none."""
     keep = MaskSet((int(image.shape[1]), int(image.shape[2])), tuple(rects)).keep().all(dim=0)
-    return occlude(image, keep, torch.tensor(fill or (0.5,))[:, None, None])
+    colour = fill if fill is not None and len(fill) == len(image) else (0.5,) * len(image)
+    return occlude(image, keep, torch.tensor(colour)[:, None, None])
 
 
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
