@@ -227,3 +227,17 @@ class Results:
     def certified(self) -> Rate:
         """Under every patch of the threat, provably."""
         return self.rates["certified"]
+
+    @property
+    def attacked(self) -> Rate:
+        """Of `attack`: the defence under attack, an upper bound on robust accuracy."""
+        return self.rates["attacked"]
+
+    @property
+    def undefended_attacked(self) -> Rate:
+        return self.rates["undefended_attacked"]
+
+    @property
+    def broken(self) -> tuple[Record, ...]:
+        """Certified images whose answer a patch changed: must be empty."""
+        return tuple(record for record in self.records if record.broken)
