@@ -27,7 +27,7 @@ from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser, device_of
 from patchproof.defenses.patchcleanser import majority_label
 from patchproof.geometry import MaskSet
-from patchproof.masking import AUTOCAST, Audit, Drift, Engine, Measured, as_images, masks_for, show, tf32
+from patchproof.masking import AUTOCAST, Audit, Drift, Engine, as_images, masks_for, show, tf32
 from patchproof.models import match_labels, rewrap
 from patchproof.runs import (
     default_workers,
@@ -160,7 +160,14 @@ def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, An
     classifier: Any = defense.classifier
     masks, device = defense.masks, images.device
     say(f"the bare network, {engine.batch_size} images at once")
-    raw = raw_rates(classifier, engine, images, settings.seconds)
+    network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
+    chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
+    ways = {"fp32": ("fp32", False), engine.fast: (engine.fast, False)}
+    ways |= {f"{engine.fast} compiled": (engine.fast, True)} if engine.compile else {}
+    raw = {
+        name: raw_rate(network, chunk, precision=precision, compiled=compiled, seconds=settings.seconds)
+        for name, (precision, compiled) in ways.items()
+    }
     say(f"ours: {len(images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
     first = images[: defense.images_at_once], labels[: defense.images_at_once]
     for warm in (replace(defense), replace(defense, exhaustive=True)):  # compiles, chooses kernels
@@ -228,19 +235,6 @@ def scaling(subject: Subject, say: Callable[[str], None]) -> dict[str, Any]:
         by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | took)
     quarters = sorted({max(1, images * part // 4) for part in range(1, 5)})
     return {"masks": by_masks, "images": [subject.certify(count=count)[1] for count in quarters]}
-
-
-def raw_rates(classifier: Any, engine: Measured, images: Tensor, seconds: float) -> dict[str, float]:
-    """float32 and the precision of the fast passes, in batches as large as our chunks."""
-    network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
-    chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
-    rates = {"fp32": raw_rate(network, chunk, precision="fp32", seconds=seconds)}
-    if engine.fast != "fp32":
-        rates[engine.fast] = raw_rate(network, chunk, precision=engine.fast, seconds=seconds)
-    if engine.compile:
-        fast = raw_rate(network, chunk, precision=engine.fast, compiled=True, seconds=seconds)
-        rates[f"{engine.fast} compiled"] = fast
-    return rates
 
 
 def raw_rate(

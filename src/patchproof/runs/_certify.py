@@ -213,20 +213,17 @@ class Session:
                     where, explicit = self.path or Path(), asked.batch_size != "auto"
                     engine = stored_engine(measured[0], stored, current, where=where, keep_batch=explicit)
                 if self.place is not None:
-                    self.load_earlier(self.place)
+                    found = checked_prefix(self.place.records(), self.indices, self.source.path, where=self.place.path)
+                    self.records = list(found)
+                    self.tally.add(self.records)
+                    with suppress(KeyError, TypeError, ValueError, OverflowError):  # lost with results.json
+                        results: Any = read_results(self.place.path)
+                        audit, seconds = results["audit"], float(results["cost"]["seconds"])
+                        self.redone.add(Redone(audit["steps"], float(audit["largest_change"]), audit["shares"]))
+                        self.seconds = seconds
                 self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
                 self.give_engine(engine)
                 return self.evaluate(current["identity"]["data_sha256"], started)
-
-    def load_earlier(self, place: RunFolder) -> None:
-        """Records, seconds and audit of earlier sessions; the last two are lost with results.json."""
-        self.records = list(checked_prefix(place.records(), self.indices, self.source.path, where=place.path))
-        self.tally.add(self.records)
-        results: Any = read_results(place.path)
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
-            audit, seconds = results["audit"], float(results["cost"]["seconds"])
-            self.redone.add(Redone(audit["steps"], float(audit["largest_change"]), audit["shares"]))
-            self.seconds = seconds
 
     def evaluate(self, data_sha256: str, started: float) -> Results:
         """The pieces that are left, whoever does them, and results.json, however it ends."""

@@ -163,13 +163,16 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
     for ready, group in alike.values():
         found, misjudged = _assessed(ready, as_images(torch.stack(list(group.values())), device_of(ready)))
         so_far.misjudged += misjudged
-        proof = found.certificates
+        proof, names = found.certificates, getattr(getattr(ready, "classifier", None), "class_names", None)
         for row, position in enumerate(group):
             label, margin = int(found.predictions[row]), float(proof.margin[row])
+            name = f"class {label}" if names is None else str(names[label])
+            if names is not None and (words := wordnet_words(names[label])):  # what a WordNet id stands for
+                name = f"{words} ({name})"
             answers[position] = Prediction(
                 path=batch[position][0],
                 label=label,
-                name=label_name(getattr(ready, "classifier", None), label),
+                name="alarm" if label < 0 else name,
                 certified=bool(proof.certified[row]),
                 margin=round(margin, 6) if math.isfinite(margin) else None,
                 forwards=int(proof.forwards[row]),
@@ -194,17 +197,6 @@ def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
         for name, values in found.remarks.items():
             values[wrong] = sure.remarks[name]
     return found, len(wrong)
-
-
-def label_name(classifier: Any, label: int) -> str:
-    """The class in words: its name, and for a WordNet id what that stands for."""
-    names = getattr(classifier, "class_names", None)
-    if label < 0:
-        return "alarm"
-    if names is None:
-        return f"class {label}"
-    words = wordnet_words(names[label])
-    return f"{words} ({names[label]})" if words else str(names[label])
 
 
 def image_files(path: Path) -> Iterator[Path]:
