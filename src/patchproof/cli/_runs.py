@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
@@ -223,9 +223,10 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     engine = None
 
     @cache
-    def defense(low_resolution: bool, native: tuple[Size, ...]) -> Any:
+    def defense(*native: Size) -> Any:
         nonlocal engine
-        built = build_defense(settings, classifier, low_resolution=low_resolution, native=native)
+        small = all(max(size) < 64 for size in native)
+        built = build_defense(settings, classifier, low_resolution=small, native=native)
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
         if engine is None:
@@ -234,7 +235,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
             bar.begin(0, bar.total)  # no image's time
         return built.with_engine(engine)
 
-    return lambda size: defense(max(size) < 64, (size,) if settings.threat_space == "native" else ())
+    return lambda size: defense(size) if settings.threat_space == "native" else defense()
 
 
 def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: Any) -> None:
@@ -274,26 +275,26 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
 
 def train(settings: TrainSettings) -> int:
     """The best epoch and where everything is; for a recipe, the certifications that belong to it."""
-    console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
-    if settings.dry_run:
+    found = trained(settings, Console(stderr=True))
+    if found is None:
         return 0
-    if main and settings.json:
-        print_json({"folder": str(folder), **results})
-    elif main:
-        best = results["best"]
+    console, best = Console(), found.results["best"]
+    if settings.json:
+        print_json({"folder": str(found.folder), **found.results})
+    else:
         how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
         console.print(
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
             f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})"
         )
-        console.print(f"checkpoints and log: {escape(str(folder))}", soft_wrap=True)
-    if main and settings.recipe:
-        certify_recipe(settings, folder, console)
+        console.print(f"checkpoints and log: {escape(str(found.folder))}", soft_wrap=True)
+    if settings.recipe and found.folder is not None:
+        certify_recipe(settings, found.folder, console)
     return 0
 
 
-def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[str, Any], bool]:
-    """The folder of a training, what its results say, and whether this process is the main one."""
+def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
+    """None where only the cost is asked for, and on processes that are not the main one."""
     from patchproof.training.loop import start_accelerator
 
     tracker = None if settings.track == "none" else settings.track
@@ -329,7 +330,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
             show_cost(cost, settings)
-        return folder, {}, accelerator.is_main_process
+        return None
     if tracker is not None:
         accelerator.project_configuration.set_directories(str(folder))
     bar = TrainingBar(console, accelerator, about=selection_words(source, held_out, tested))
@@ -339,7 +340,7 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
         found = runs.train(
             classifier, source, plan, validation=held_out, test=tested, accelerator=accelerator, **shown, **how
         )
-    return folder, found.results, accelerator.is_main_process
+    return found if accelerator.is_main_process else None
 
 
 def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, ImageSource]:
