@@ -147,17 +147,14 @@ class Bar:
         self.done = self.before = self.total = 0
         self.words = ""
         self.due: float | None = None
-
-        def whole() -> Column:
-            return Column(no_wrap=True)
-
+        whole = Column(no_wrap=True)
         self.progress = Progress(
-            TextColumn("[bold]{task.description}", table_column=whole()),
-            BarColumn(bar_width=10, table_column=whole()),
-            MofNCompleteColumn(table_column=whole()),
-            TimeElapsedColumn(table_column=whole()),
-            TextColumn("left", table_column=whole()),
-            TimeRemainingColumn(elapsed_when_finished=False, table_column=whole()),
+            TextColumn("[bold]{task.description}", table_column=whole),
+            BarColumn(bar_width=10, table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            TextColumn("left", table_column=whole),
+            TimeRemainingColumn(elapsed_when_finished=False, table_column=whole),
             TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             expand=True,
             console=console,

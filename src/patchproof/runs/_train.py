@@ -113,10 +113,7 @@ def train(
     from patchproof.training.loop import TrainingData, start_accelerator
 
     plan, source = Plan() if plan is None else plan, as_source(data)
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
-    if not any(parameter.requires_grad for parameter in classifier.parameters()):
-        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
+    network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
@@ -129,7 +126,6 @@ def train(
     place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
     if place is not None:
         require_free(place.path, resume=resume)
-    network = _as_image_classifier(classifier, source)
     if plan.gutout_layer is not None:
         named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
     if plan.learning_rate is None:
@@ -157,7 +153,7 @@ def train(
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         notes |= resumed.notes if resumed else {}
-        progress = Progress(None if place is None else place.path, trainer, shipped, held_out, images, notes)
+        progress = Progress(place and place.path, trainer, shipped, held_out, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)
         if on_start is not None:
@@ -380,6 +376,10 @@ def cut_log(path: Path, step: int) -> None:
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
     """The classifier itself, or a module of the user's own wrapped, whose input is the size of its first image."""
+    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
+        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    if not any(parameter.requires_grad for parameter in classifier.parameters()):
+        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
