@@ -153,7 +153,7 @@ def train(
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         notes |= resumed.notes if resumed else {}
-        progress = Progress(place and place.path, trainer, shipped, held_out, images, notes)
+        progress = Progress(None if place is None else place.path, trainer, shipped, held_out, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)
         if on_start is not None:
