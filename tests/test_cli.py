@@ -370,7 +370,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 
 def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(photos, checkpoint, capsys, monkeypatch):
-    for minutes in ("_session.measure_tau", "estimate_cost"):
+    for minutes in ("_certify.measure_tau", "estimate_cost"):
         monkeypatch.setattr(f"patchproof.runs.{minutes}", lambda *_: pytest.fail("before minutes are spent"))
     (photos / "fox").mkdir()
     assert certify("--dataset", photos, "--weights", checkpoint) == 2

@@ -23,7 +23,7 @@ from patchproof.masking import Measured, as_images
 from patchproof.models import load_classifier, save_checkpoint
 from patchproof.report._gallery import attacked_gallery
 from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder, read_run
-from patchproof.runs._session import Done, Piece
+from patchproof.runs._certify import Done, Piece
 from patchproof.types import Preprocessing
 from small_model import plain_network, plain_weights
 from test_cli import assert_one_line, content, records

@@ -11,7 +11,7 @@ import torch
 import patchproof as pp
 import reference
 from patchproof.cli import run
-from patchproof.cli._throughput import peer_certify, peer_predict, raw_rate
+from patchproof.cli.bench import peer_certify, peer_predict, raw_rate
 from patchproof.models import load_classifier
 from small_model import plain_classifier
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from patchproof.types import InputError, Precision, PrecisionChoice, require_one_of
 
@@ -22,13 +22,26 @@ GutoutTarget = Literal["predicted", "label"]
 Upsampling = Literal["bilinear", "bicubic", "nearest"]
 
 
-def require_numbers(settings: object, whole: Iterable[str], real: Iterable[str]) -> None:
-    """Refuse text, truth values, and fractions of what is counted; None is a default."""
-    for names, kind, words in ((whole, Integral, "a whole number"), (real, Real, "a number")):
-        for name in names:
-            value = getattr(settings, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-                raise InputError(f"{name} must be {words}, not {value!r}")
+class Checked:
+    """Refuses, field by field, what the annotation rules out: words that are not among the choices; text, truth values
+    and fractions where something is counted. None is a default."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal:
+                require_one_of(name, value, get_args(hint))
+            elif value is not None and hint in NUMBERS:
+                kind, words = NUMBERS[hint]
+                if isinstance(value, bool) or not isinstance(value, kind):
+                    raise InputError(f"{name} must be {words}, not {value!r}")
+
+
+NUMBERS: Mapping[Any, tuple[type[Any], str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    float | None: (Real, "a number"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,7 @@ class AlarmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchGuardSmoothingOptions:
+class PatchGuardSmoothingOptions(Checked):
     """Options of `patchguard-smoothing`."""
 
     ablation: Ablation = "column"
@@ -87,7 +100,7 @@ class PatchGuardSmoothingOptions:
     """A view votes for every class whose probability is at least this."""
 
     def __post_init__(self) -> None:
-        require_one_of("ablation", self.ablation, get_args(Ablation))
+        super().__post_init__()
         if not 0 < self.threshold < 1:
             raise InputError(f"threshold must be in (0, 1), not {self.threshold}")
 
@@ -100,13 +113,9 @@ class SmoothingOptions(PatchGuardSmoothingOptions):
     """`count` is the paper's: votes lead by more than twice what a patch can touch. `exact` looks at each place of the
     patch, and never certifies less."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of("certificate", self.certificate, get_args(Certificate))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SmoothedViTOptions:
+class SmoothedViTOptions(Checked):
     """Options of `smoothed-vit`."""
 
     ablation: Ablation = "column"
@@ -118,20 +127,13 @@ class SmoothedViTOptions:
     certificate: Certificate = "count"
     """`count` is the paper's, with Δ counted; `exact` looks at each place of the patch, and never certifies less."""
 
-    def __post_init__(self) -> None:
-        require_one_of("ablation", self.ablation, get_args(Ablation))
-        require_one_of("certificate", self.certificate, get_args(Certificate))
-
 
 @dataclass(frozen=True, kw_only=True)
-class BagCertOptions:
+class BagCertOptions(Checked):
     """Options of `bagcert`."""
 
     score: Literal["step", "sigmoid"] = "step"
     """Local scores: 0 or 1 by the sign of the local logit, or its sigmoid."""
-
-    def __post_init__(self) -> None:
-        require_one_of("score", self.score, ("step", "sigmoid"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
 
 
 @dataclass(frozen=True)
-class AttackPlan:
+class AttackPlan(Checked):
     """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`.
 
     The first start is the image itself, the others are noise.
@@ -178,20 +180,18 @@ class AttackPlan:
     """For the noise that patches start from."""
 
     def __post_init__(self) -> None:
-        require_numbers(self, ("steps", "restarts", "places", "seed"), ("step_size",))
+        super().__post_init__()
         for name in ("steps", "restarts", "places"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.step_size <= 1:
             raise InputError(f"step_size must be in (0, 1], as pixels are in [0, 1], not {self.step_size}")
-        require_one_of("place_search", self.place_search, get_args(PlaceSearch))
-        require_one_of("target", self.target, get_args(AttackTarget))
         if self.only_certified and self.target == "undefended":
             raise InputError("only_certified is about the defence, and target `undefended` leaves it alone; drop one")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
+class TrainingSettings(Checked):
     """The fields of `Plan`, and what they may be."""
 
     strategy: Any = "greedy"
@@ -261,12 +261,8 @@ class TrainingSettings:
     them: some seconds at the start, faster steps after. What the network's forward pass does in Python happens once."""
 
     def __post_init__(self) -> None:
-        choices = {"schedule": Schedule, "optimizer": Optimizer, "augment": Augmentation, "precision": Precision}
-        for name, allowed in {**choices, "gutout_target": GutoutTarget, "gutout_upsampling": Upsampling}.items():
-            require_one_of(name, getattr(self, name), get_args(allowed))
+        super().__post_init__()
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
-        whole = ("epochs", "batch_size", "validation_images", "seed", "views", "accumulate", "memory_refresh")
-        require_numbers(self, whole, (*floats, "teacher_weight"))
         if not isinstance(self.mask_patch, str):
             raise InputError(f"mask_patch must be text, e.g. '3%' or '39px', not {self.mask_patch!r}")
         names = get_args(LossName)

@@ -9,14 +9,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from PIL import Image
 from rich.markup import escape
 
 from patchproof import runs
@@ -134,7 +132,7 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             bar.say("timing a few passes")
             cost = runs.estimate_cost(defense, count, plan)
         if cost is not None and settings.dry_run:
-            show_cost(cost, cost_words(cost), settings)
+            show_cost(cost, settings)
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
@@ -147,30 +145,26 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         return runs.attack(defense, source, plan, on_step=bar.step, **options), threat_words(source, defense)
 
 
-def show_cost(cost: runs.Cost | runs.TrainingCost, words: str, settings: CertifySettings | TrainSettings) -> None:
+def show_cost(cost: runs.Cost | runs.TrainingCost, settings: CertifySettings | TrainSettings) -> None:
     if settings.json:
         print_json(asdict(cost))
     else:
-        sys.stdout.write(f"{words}\n")
+        sys.stdout.write(f"{cost_words(cost)}\n")
 
 
-def cost_words(cost: runs.Cost) -> str:
+def cost_words(cost: runs.Cost | runs.TrainingCost) -> str:
+    times = f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))}"
+    if isinstance(cost, runs.TrainingCost):
+        memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
+        return (
+            f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
+            f"{cost.validation_images} images validated after each epoch: {times}{memory}"
+        )
     attacks = f"; attacks up to {clock(math.ceil(cost.attack_seconds))} more" if cost.attack_seconds else ""
-    memory = (cost.table_bytes + (cost.peak_bytes or 0)) / 1e9
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
-        f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, "
-        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))} "
-        f"at {cost.passes_per_second:,.0f} passes/s; {memory:,.1f} GB{attacks}"
-    )
-
-
-def training_cost_words(cost: runs.TrainingCost) -> str:
-    memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
-    return (
-        f"{cost.epochs} epoch{'s' * (cost.epochs != 1)}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
-        f"{cost.validation_images} images validated after each epoch: "
-        f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))}{memory}"
+        f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, {times} at {cost.passes_per_second:,.0f} passes/s; "
+        f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
     )
 
 
@@ -178,7 +172,14 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     """Answers on standard output, in the order of the files; what cannot be used is named on standard error."""
     files: list[Any] = []
     for path in images:
-        files += [standard_input()] if path == Path(STANDARD_INPUT) else runs.image_files(path)
+        if path != Path(STANDARD_INPUT):
+            files += runs.image_files(path)
+            continue
+        try:
+            files.append(decode(io.BytesIO(sys.stdin.buffer.read())))
+        except BadImageError as error:
+            raise CheckError(f"standard input: {error.reason}") from error
+        files[-1].filename = "-"
     status = Console(stderr=True)
     classifier = open_classifier(settings)
     bar = RunBar(status, "predict")
@@ -206,16 +207,6 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     return 0 if len(good) == len(files) else 1
 
 
-def standard_input() -> Image.Image:
-    """The image of `predict -`."""
-    try:
-        picture = decode(io.BytesIO(sys.stdin.buffer.read()))
-    except BadImageError as error:
-        raise CheckError(f"standard input: {error.reason}") from error
-    picture.filename = "-"  # type: ignore[attr-defined]
-    return picture
-
-
 def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
@@ -232,9 +223,10 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     engine = None
 
     @cache
-    def defense(low_resolution: bool, native: tuple[Size, ...]) -> Any:
+    def defense(*native: Size) -> Any:
         nonlocal engine
-        built = build_defense(settings, classifier, low_resolution=low_resolution, native=native)
+        small = all(max(size) < 64 for size in native)
+        built = build_defense(settings, classifier, low_resolution=small, native=native)
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
         if engine is None:
@@ -243,7 +235,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
             bar.begin(0, bar.total)  # no image's time
         return built.with_engine(engine)
 
-    return lambda size: defense(max(size) < 64, (size,) if settings.threat_space == "native" else ())
+    return lambda size: defense(size) if settings.threat_space == "native" else defense()
 
 
 def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: Any) -> None:
@@ -283,30 +275,28 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
 
 def train(settings: TrainSettings) -> int:
     """The best epoch and where everything is; for a recipe, the certifications that belong to it."""
-    console, (folder, results, main) = Console(), trained(settings, Console(stderr=True))
-    if settings.dry_run:
+    found = trained(settings, Console(stderr=True))
+    if found is None:
         return 0
-    if main and settings.json:
-        print_json({"folder": str(folder), **results})
-    elif main:
-        best = results["best"]
+    console, best = Console(), found.results["best"]
+    if settings.json:
+        print_json({"folder": str(found.folder), **found.results})
+    else:
         how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
         console.print(
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
             f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})"
         )
-        console.print(f"checkpoints and log: {escape(str(folder))}", soft_wrap=True)
-    if main and settings.recipe:
-        certify_recipe(settings, folder, console)
+        console.print(f"checkpoints and log: {escape(str(found.folder))}", soft_wrap=True)
+    if settings.recipe and found.folder is not None:
+        certify_recipe(settings, found.folder, console)
     return 0
 
 
-def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[str, Any], bool]:
-    """The folder of a training, what its results say, and whether this process is the main one."""
+def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
+    """None where only the cost is asked for, and on processes that are not the main one."""
     from patchproof.training.loop import start_accelerator
 
-    if not (math.isfinite(settings.checkpoint_minutes) and settings.checkpoint_minutes >= 0):
-        raise InputError(f"--checkpoint-minutes must be a number of at least 0, not {settings.checkpoint_minutes}")
     tracker = None if settings.track == "none" else settings.track
     if tracker is not None and importlib.util.find_spec(tracker) is None:
         raise InputError(f"--track {tracker} needs a package that is not installed: pip install 'patchproof[track]'")
@@ -339,47 +329,18 @@ def trained(settings: TrainSettings, console: Console) -> tuple[Path, Mapping[st
             console.print("timing a few steps", highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
-            show_cost(cost, training_cost_words(cost), settings)
-        return folder, {}, accelerator.is_main_process
-    bar = TrainingBar(console, "train", shown=accelerator.is_main_process)
-
-    def started(trainer: Any) -> None:
-        if accelerator.is_main_process:
-            console.print(escape(selection_words(source, held_out, tested)), soft_wrap=True, highlight=False)
-        if tracker is not None:
-            accelerator.project_configuration.set_directories(str(folder))
-            accelerator.init_trackers("tracking")
-        bar.start(trainer)
-
-    def stepped(report: Any) -> None:
-        accelerator.log({"loss": report.loss, "learning_rate": report.learning_rate}, step=report.step)
-        bar.add(report)
-        asked = torch.tensor(float(STOP.asked is not None), device=accelerator.device)
-        if bool(accelerator.reduce(asked, "sum")):  # all processes stop after the same step; `runs.train` saves it
-            raise KeyboardInterrupt
-
-    def finished(report: Any, epoch: Any) -> None:
-        accelerator.log({f"validation/{k}": rate.rate for k, rate in epoch.rates.items()}, step=report.step)
-        rates = ", ".join(f"{name} {percent(rate.rate)}" for name, rate in epoch.rates.items())
-        console.print(f"epoch {epoch.epoch}: mean loss {epoch.loss:.3f}, {rates}", highlight=False)
-
+            show_cost(cost, settings)
+        return None
+    if tracker is not None:
+        accelerator.project_configuration.set_directories(str(folder))
+    bar = TrainingBar(console, accelerator, about=selection_words(source, held_out, tested))
+    shown: dict[str, Any] = {"on_start": bar.start, "on_step": bar.step, "on_epoch": bar.epoch}
+    how |= chosen(settings, "resume", "checkpoint_minutes") | {"folder": folder, "config": resolved(settings)}
     with bar.progress, STOP.patiently():
         found = runs.train(
-            classifier,
-            source,
-            plan,
-            validation=held_out,
-            test=tested,
-            folder=folder,
-            config=resolved(settings),
-            accelerator=accelerator,
-            on_start=started,
-            on_step=stepped,
-            on_epoch=finished,
-            **how,
-            **chosen(settings, "resume", "checkpoint_minutes"),
+            classifier, source, plan, validation=held_out, test=tested, accelerator=accelerator, **shown, **how
         )
-    return folder, found.results, accelerator.is_main_process
+    return found if accelerator.is_main_process else None
 
 
 def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, ImageSource]:

@@ -121,13 +121,14 @@ def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource)
 
 def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     """--output, or below runs/ a name made of the settings; refused where a run is that is not to be resumed."""
-    path = _named_folder(command, settings, source) if settings.output is None else Path(settings.output)
+    path = default_folder(command, settings, source) if settings.output is None else Path(settings.output)
     if not local_rank():
         require_free(path, resume=settings.resume or settings.dry_run)
     return path
 
 
-def _named_folder(command: str, settings: Any, source: ImageSource) -> Path:
+def default_folder(command: str, settings: Any, source: ImageSource) -> Path:
+    """runs/ and a name that tells apart what was asked for."""
     model, weights = named_network(settings)
     name = f"{command}-{source.name}-{model}-"
     if command == "train":

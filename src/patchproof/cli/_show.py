@@ -15,10 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from patchproof.cli._process import STOP
 from patchproof.types import visible
 
 if TYPE_CHECKING:
-    from patchproof.runs import Rate, Record, Tally
+    from accelerate import Accelerator
+
+    from patchproof.runs import EpochReport, Rate, Record, Tally
     from patchproof.training.loop import StepReport, Trainer
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -144,17 +147,14 @@ class Bar:
         self.done = self.before = self.total = 0
         self.words = ""
         self.due: float | None = None
-
-        def whole() -> Column:
-            return Column(no_wrap=True)
-
+        whole = Column(no_wrap=True)
         self.progress = Progress(
-            TextColumn("[bold]{task.description}", table_column=whole()),
-            BarColumn(bar_width=10, table_column=whole()),
-            MofNCompleteColumn(table_column=whole()),
-            TimeElapsedColumn(table_column=whole()),
-            TextColumn("left", table_column=whole()),
-            TimeRemainingColumn(elapsed_when_finished=False, table_column=whole()),
+            TextColumn("[bold]{task.description}", table_column=whole),
+            BarColumn(bar_width=10, table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            TimeElapsedColumn(table_column=whole),
+            TextColumn("left", table_column=whole),
+            TimeRemainingColumn(elapsed_when_finished=False, table_column=whole),
             TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             expand=True,
             console=console,
@@ -218,19 +218,31 @@ class RunBar(Bar):
 
 
 class TrainingBar(Bar):
-    """Epoch, loss, images per second, and how much of the time the search takes."""
+    """Epoch, loss, images per second, and how much of the time the search takes; curves go to the tracker, if there is
+    one. Each step is the last one if a signal asked for that."""
 
     trainer: Trainer
     loss: float | None = None
     search = images = 0.0
 
+    def __init__(self, console: Console, accelerator: Accelerator, *, about: str) -> None:
+        super().__init__(console, "train", shown=accelerator.is_main_process)
+        self.accelerator, self.about = accelerator, about
+
     def start(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        if self.shown:
+            self.console.print(escape(self.about), soft_wrap=True, highlight=False)
+        if self.accelerator.log_with:
+            self.accelerator.init_trackers("tracking")
         self.begin(trainer.step, trainer.total_steps)
 
-    def add(self, report: StepReport) -> None:
+    def step(self, report: StepReport) -> None:
+        import torch
+
+        self.accelerator.log({"loss": report.loss, "learning_rate": report.learning_rate}, step=report.step)
         self.search += report.search_seconds
-        self.images += report.images * self.trainer.accelerator.num_processes
+        self.images += report.images * self.accelerator.num_processes
         self.loss = report.loss if self.loss is None else 0.95 * self.loss + 0.05 * report.loss
         elapsed = time.monotonic() - self.began  # waiting for images included
         words = (
@@ -238,3 +250,11 @@ class TrainingBar(Bar):
             f"{self.images / elapsed:.0f} images/s · search {100 * self.search / elapsed:.0f}% of the time"
         )
         self.at(report.step, words)
+        asked = torch.tensor(float(STOP.asked is not None), device=self.accelerator.device)
+        if bool(self.accelerator.reduce(asked, "sum")):  # all processes stop after the same step; `runs.train` saves it
+            raise KeyboardInterrupt
+
+    def epoch(self, report: StepReport, epoch: EpochReport) -> None:
+        self.accelerator.log({f"validation/{k}": rate.rate for k, rate in epoch.rates.items()}, step=report.step)
+        rates = ", ".join(f"{name} {percent(rate.rate)}" for name, rate in epoch.rates.items())
+        self.console.print(f"epoch {epoch.epoch}: mean loss {epoch.loss:.3f}, {rates}", highlight=False)

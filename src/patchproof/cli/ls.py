@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -31,33 +30,35 @@ DATASET_WORDS = {
 
 def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
     what, pattern = what or "runs", pattern or ""
+    console = Console()
     if what == "models":
         names = list_models(pattern)
         if not names:
             raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
-        shown: Any = names
-    elif what == "recipes":
-        shown = recipes_table(pattern)
+        if settings.json:
+            print_json(names)
+        for name in () if settings.json else names:
+            console.print(name, highlight=False, soft_wrap=True)
+        return 0
+    if what == "recipes":
+        table = recipes_table(pattern)
     elif what == "runs":
-        shown = runs_table(Path(pattern or "runs"))
+        table = runs_table(Path(pattern or "runs"))
     else:
         title, rows = {
             "datasets": ("data set", {name: DATASET_WORDS[name] for name in DATASETS}),
             "defenses": ("defence", {name: defense_words(entry) for name, entry in DEFENSES.items()}),
             "strategies": ("strategy", {name: entry.words for name, entry in STRATEGIES.items()}),
         }[what]
-        shown = new_table(title, "what it is")
+        table = new_table(title, "what it is")
         for row in rows.items():
-            shown.add_row(*map(escape, row))
+            table.add_row(*map(escape, row))
     if settings.json:
-        print_json(shown if isinstance(shown, list) else table_values(shown))
-        return 0
-    console = Console()
-    if what == "runs":
-        print_table(console, shown)
-        return 0
-    for one in shown if isinstance(shown, list) else [shown]:
-        console.print(one, highlight=None if isinstance(one, Table) else False, soft_wrap=not isinstance(one, Table))
+        print_json(table_values(table))
+    elif what == "runs":
+        print_table(console, table)
+    else:
+        console.print(table)
     return 0
 
 

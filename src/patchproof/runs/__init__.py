@@ -1,6 +1,6 @@
 """Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
 
-from patchproof.runs._certify import AttackResults, attack, certify
+from patchproof.runs._certify import attack, certify
 from patchproof.runs._cost import Cost, TrainingCost, estimate_cost, estimate_training, peak_memory
 from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import device_name, network_remarks, preprocessing_for, source_commit, versions
@@ -15,7 +15,6 @@ __all__ = [
     "ACCURACIES",
     "ATTACK_ACCURACIES",
     "AttackFindings",
-    "AttackResults",
     "Cost",
     "EpochReport",
     "InProcess",

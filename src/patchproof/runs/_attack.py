@@ -76,7 +76,8 @@ class Attacker:
         return record, kept
 
     def save(self, folder: Path, defense: Any, record: Record, kept: Mapping[str, Tensor]) -> None:
-        """folder/patches/INDEX.safetensors: patches that changed a right answer; broken/INDEX for a certified image."""
+        """folder/patches/INDEX.safetensors: patches that changed a right answer. For a certified image broken/INDEX:
+        pictures, exact pixels, and the defence's tables of the image before and after."""
         patches = {name: tensor for name, tensor in kept.items() if name not in ("image", "patched")}
         if patches:
             path = folder / "patches" / f"{record.index}.safetensors"
@@ -84,12 +85,9 @@ class Attacker:
             temporary = path.with_suffix(".part")
             save_file({name: tensor.contiguous() for name, tensor in patches.items()}, temporary)
             temporary.replace(path)
-        if "patched" in kept:
-            self.save_broken(folder, defense, record, kept["image"], kept["patched"])
-
-    def save_broken(self, folder: Path, defense: Any, record: Record, image: Tensor, patched: Tensor) -> None:
-        """folder/broken/INDEX: pictures, exact pixels, and the defence's tables of the image before and after."""
-        place = folder / "broken" / str(record.index)
+        if "patched" not in kept:
+            return
+        image, patched, place = kept["image"], kept["patched"], folder / "broken" / str(record.index)
         place.mkdir(parents=True, exist_ok=True)
         found = record.attack or AttackFindings()
         pixels = {"image": image, "patched": patched}

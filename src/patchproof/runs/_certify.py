@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from patchproof.attacks import AttackPlan, OnStep
-from patchproof.defenses import Defense
+from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
+from patchproof.defenses import Defense, assess, device_of, require_defense
+from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
+from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
-from patchproof.runs._record import Rate, Record, Results, Tally
-from patchproof.runs._session import Session
-from patchproof.runs.executors import Executor
-from patchproof.types import InputError, Preprocessing
+from patchproof.runs._cost import require_memory
+from patchproof.runs._folder import (
+    RunFolder,
+    checked_prefix,
+    dump_json,
+    read_manifest,
+    read_results,
+    write_atomically,
+)
+from patchproof.runs._manifest import (
+    SCHEMA,
+    agree,
+    changes_since,
+    mask_facts,
+    network_remarks,
+    new_manifest,
+    preprocessing_facts,
+    preprocessing_for,
+    stored_engine,
+)
+from patchproof.runs._measure import measure_tau
+from patchproof.runs._record import (
+    ACCURACIES,
+    ATTACK,
+    ATTACK_ACCURACIES,
+    BASE,
+    AttackFindings,
+    Record,
+    Results,
+    Tally,
+    nested,
+)
+from patchproof.runs.executors import Executor, default_workers, launched
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free
+
+IMAGES_AT_ONCE = 32
+"""Images per call of a defence without `images_at_once`."""
 
 
 def certify(
@@ -42,24 +87,6 @@ def certify(
     return Session(**locals()).execute()
 
 
-@dataclass(frozen=True)
-class AttackResults(Results):
-    """What an attack found; `broken` are certified images whose answer a patch changed, and must be empty."""
-
-    @property
-    def attacked(self) -> Rate:
-        """The defence under attack: an upper bound on robust accuracy."""
-        return self.rates["attacked"]
-
-    @property
-    def undefended_attacked(self) -> Rate:
-        return self.rates["undefended_attacked"]
-
-    @property
-    def broken(self) -> tuple[Record, ...]:
-        return tuple(record for record in self.records if record.broken)
-
-
 def attack(
     defense: Defense,
     data: Any,
@@ -76,7 +103,7 @@ def attack(
     skip_bad: bool = False,
     on_start: Callable[[Tally, int], None] | None = None,
     config: Mapping[str, Any] | None = None,
-) -> AttackResults:
+) -> Results:
     """Certify images and attack them with patches, white-box, on the classifier and adaptively on the defence.
 
     For recovery, certified ≤ attacked ≤ defended. A certified image whose answer a patch changes is kept in
@@ -86,4 +113,338 @@ def attack(
     options = {name: value for name, value in locals().items() if name not in ("plan", "on_step")}
     if not isinstance(plan, AttackPlan | None):
         raise InputError(f"plan must be an AttackPlan, e.g. AttackPlan(steps=40), not {plan!r}")
-    return AttackResults(**vars(Session(**options, attacker=Attacker(plan or AttackPlan(), on_step)).execute()))
+    return Session(**options, attacker=Attacker(plan or AttackPlan(), on_step)).execute()
+
+
+@dataclass(frozen=True)
+class Done:
+    """One image: its record, the labels that were decided again, and the pixels that an attack keeps of it."""
+
+    record: Record
+    redone: Redone = field(default_factory=Redone)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Images of one batch, and the batch size of masked copies that fitted into memory."""
+
+    images: Sequence[Done]
+    batch_size: int
+
+    def dump(self) -> str:
+        images = []
+        for done in self.images:
+            kept = {name: pixels.tolist() for name, pixels in done.kept.items()}
+            images.append((done.record.line(), vars(done.redone), kept))
+        return json.dumps([images, self.batch_size])
+
+    @classmethod
+    def load(cls, text: str) -> Piece:
+        images, batch_size = json.loads(text)
+        done = []
+        for line, redone, kept in images:
+            pixels = {name: torch.tensor(values) for name, values in kept.items()}
+            done.append(Done(Record.parse(line), Redone(**redone), pixels))
+        return cls(done, batch_size)
+
+
+@dataclass
+class Session:
+    """One call of `certify`, or with an `attacker` of `attack`."""
+
+    defense: Any
+    data: Any
+    folder: Path | str | None
+    resume: bool
+    limit: int | None
+    on_record: Callable[[Record], None] | None
+    executor: Executor | None
+    preprocessing: Preprocessing | None
+    workers: int | None
+    skip_bad: bool
+    on_start: Callable[[Tally, int], None] | None
+    config: Mapping[str, Any] | None
+    attacker: Attacker | None = None
+
+    def __post_init__(self) -> None:
+        require_defense(self.defense)
+        require_workers(self.workers)
+        if self.executor is not None and not hasattr(self.executor, "at_work"):
+            raise InputError(f"executor must be one of patchproof.runs.executors, or like them, not {self.executor!r}")
+        self.source = as_source(self.data)
+        self.indices = spread_indices(self.source, self.limit)
+        self.classifier = getattr(self.defense, "classifier", None)
+        size = self.defense.threat.image_size
+        self.how = self.preprocessing or preprocessing_for(self.classifier, self.source.low_resolution, size)
+        self.path = None if self.folder is None else Path(self.folder)
+        self.place = None if self.path is None else RunFolder(self.path)
+        if self.path is not None:
+            require_free(self.path, resume=self.resume)
+        require_memory(self.defense)
+        self.classes = None
+        if self.source.class_names and self.classifier is not None:
+            self.classes = torch.tensor(match_labels(self.source.class_names, self.classifier))
+        self.team = self.executor or launched()
+        self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
+        self.records: list[Record] = []
+        self.seconds, self.redone = 0.0, Redone()  # of earlier sessions too
+        self.remarks: list[str] = []
+        self.batch_size: int | None = None
+
+    def execute(self) -> Results:
+        """Evaluate what is left; the results cover all sessions."""
+        started = time.monotonic()
+        with self.team.at_work():
+            measured = self.measure()
+            current = self.manifest(measured)
+            everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
+            if self.team.rank:
+                go = self.team.share()
+                self.give_engine(None if go["engine"] is None else Measured(**go["engine"]))
+                for _ in self.team.run(self.work, self.pieces(go["done"]), Piece.load):
+                    pass
+                return Results((), self.tally.rates(), {})
+            agree(current, everyone)
+            with nullcontext(current) if self.place is None else self.place.open(current, resume=self.resume) as stored:
+                engine = None
+                if measured is not None:
+                    asked = getattr(self.defense, "engine", None) or Engine()
+                    where, explicit = self.path or Path(), asked.batch_size != "auto"
+                    engine = stored_engine(measured[0], stored, current, where=where, keep_batch=explicit)
+                if self.place is not None:
+                    found = checked_prefix(self.place.records(), self.indices, self.source.path, where=self.place.path)
+                    self.records = list(found)
+                    self.tally.add(self.records)
+                    with suppress(KeyError, TypeError, ValueError, OverflowError):  # lost with results.json
+                        results: Any = read_results(self.place.path)
+                        audit, seconds = results["audit"], float(results["cost"]["seconds"])
+                        self.redone.add(Redone(audit["steps"], float(audit["largest_change"]), audit["shares"]))
+                        self.seconds = seconds
+                self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
+                self.give_engine(engine)
+                return self.evaluate(current["identity"]["data_sha256"], started)
+
+    def evaluate(self, data_sha256: str, started: float) -> Results:
+        """The pieces that are left, whoever does them, and results.json, however it ends."""
+        if self.on_start is not None:
+            self.on_start(self.tally, len(self.indices))
+        doubt: str | None = None
+        begun = len(self.records) % self.size
+        try:
+            for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
+                self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
+                self.keep(piece.images[begun:])
+                begun = 0
+            doubt = changes_since(data_sha256, self.source)
+        except TauExceededError as error:
+            if self.place is not None:
+                self.place.spoil(str(error))
+            raise
+        finally:
+            self.seconds += time.monotonic() - started
+            content = self.content(doubt)
+            if self.path is not None:
+                write_atomically(self.path / "results.json", dump_json(content))
+        if doubt is not None:
+            if self.place is not None:
+                self.place.spoil(doubt)
+            raise CheckError(doubt)
+        return Results(tuple(self.records), self.tally.rates(), content, self.path)
+
+    def measure(self) -> tuple[Measured, Drift] | None:
+        """τ, and what `auto` stands for: what it did in an earlier session, or what the main process finds."""
+        measure = partial(measure_tau, self.defense, self.source, self.indices, self.how)
+        asked = getattr(self.defense, "engine", None) or Engine()
+        if "auto" not in (asked.precision, asked.compile):
+            return measure()
+        found, chosen = None, None
+        if self.team.rank == 0:
+            path = None if self.place is None else self.place.manifest_path
+            if self.resume and path is not None and path.exists():
+                stored = read_manifest(path)
+                chosen = {"precision": stored.get("precision", "fp32"), "compile": bool(stored.get("compile"))}
+            else:
+                found = measure()
+                chosen = found and {"precision": found[0].precision, "compile": found[0].compile}
+        chosen = self.team.share(chosen)
+        return found or (chosen and measure(engine=replace(asked, **chosen)))
+
+    def manifest(self, measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
+        defense, source, device = self.defense, self.source, device_of(self.defense)
+        masks = getattr(defense, "masks", None)
+        model = None if self.classifier is None else classifier_summary(self.classifier)
+        tau: dict[str, Any] | None = None
+        engine = getattr(defense, "engine", None) or Engine()
+        if measured is not None:
+            engine, drift = measured
+            between = drift.tau("tf32") if "tf32" in drift.changes else None
+            tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, "tf32_measured": between}
+            tau |= {"drift": asdict(drift) | {"bound": drift.bound}}
+        data_sha256 = source.listing_sha256(self.indices)
+        self.remarks = network_remarks(self.classifier, data_sha256)
+        threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
+        identity = {
+            "architecture": model and model["architecture"],
+            "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
+            "data_sha256": data_sha256,
+            "images": f"{len(self.indices)} of {len(source)}",
+            "preprocessing": preprocessing_facts(self.how),
+            "fill": model and model["fill"],
+            "device": device.type,
+            "defense": threat | defense.describe(),
+            **({} if self.attacker is None else {"attack": asdict(self.attacker.plan)}),
+        }
+        facts = {
+            "guarantee": defense.guarantee,
+            "remarks": self.remarks,
+            "model": model,
+            "data": {
+                "name": source.name,
+                "split": source.split,
+                "images": len(source),
+                "class_names": list(source.class_names),
+                "low_resolution": source.low_resolution,
+            },
+            **({} if masks is None else {"masks": mask_facts(masks)}),
+            "tau": tau,
+            "batch_size": self.size if measured is None else int(measured[0].batch_size),
+            "precision": engine.precision,
+            "compile": engine.compile,
+            "processes": self.team.size,
+        }
+        return new_manifest("certify" if self.attacker is None else "attack", self.config, identity, facts, device)
+
+    def give_engine(self, engine: Measured | None) -> None:
+        if engine is not None and hasattr(self.defense, "with_engine"):
+            self.defense = self.defense.with_engine(engine)
+
+    @property
+    def size(self) -> int:
+        """Images in a piece. Each is attacked alone, so that a killed run loses the one it was at."""
+        if self.attacker is not None:
+            return 1
+        return int(getattr(self.defense, "images_at_once", IMAGES_AT_ONCE))
+
+    def pieces(self, done: int) -> range:
+        """Pieces always start at the same positions, so the batch of an image, and with it the last digits, are
+        independent of sessions and processes."""
+        end = -(-len(self.indices) // self.size)
+        return range(done // self.size if done < len(self.indices) else end, end)
+
+    def keep(self, images: Sequence[Done]) -> None:
+        """Show and write new records. If `on_record` raises, those it has seen are written; the others are evaluated
+        and shown when the run is resumed."""
+        for done in images:  # on disk before the record that speaks of it
+            if done.kept and self.attacker is not None and self.place is not None:
+                self.attacker.save(self.place.path, self.defense, done.record, done.kept)
+        lines: list[bytes] = []
+        try:
+            for done in images:
+                lines.append(done.record.line().encode())
+                self.records.append(done.record)
+                self.tally.add([done.record])
+                self.redone.add(done.redone)
+                if self.on_record is not None:
+                    self.on_record(done.record)
+        finally:
+            if self.place is not None:
+                self.place.append(lines)
+
+    def work(self, numbers: Iterator[int]) -> Iterator[tuple[int, Piece]]:
+        """Pieces by number. A number is taken when its images are about to be decoded, at most one piece ahead."""
+        size, claimed = self.size, deque[int]()
+        evaluator: Evaluator | None = getattr(self.defense, "evaluator", None)
+        if evaluator is None and self.classifier is not None:
+            evaluator = Evaluator(self.classifier, Engine())
+
+        def groups() -> Iterator[Sequence[int]]:
+            for number in numbers:
+                claimed.append(number)
+                yield self.indices[number * size : (number + 1) * size]
+
+        workers = self.workers or default_workers()
+        batches = load_groups(self.source, self.how, groups(), workers=workers, skip_bad=self.skip_bad, ahead=0)
+        for batch, images in images_ahead(((b, b.images) for b in batches), device_of(self.defense)):
+            done = self.evaluated(batch, images, evaluator) if batch.indices else []
+            for bad in batch.bad:
+                label = int(self.source.labels[bad.index])
+                known = label if self.classes is None else int(self.classes[label])
+                empty = dict.fromkeys(getattr(self.defense, "evidence", ()))
+                attack = None if self.attacker is None else AttackFindings()
+                record = Record(bad.index, bad.path, known, evidence=empty, attack=attack, error=bad.reason)
+                done.append(Done(record))
+            done.sort(key=lambda one: one.record.index)
+            yield claimed.popleft(), Piece(done, 0 if evaluator is None else evaluator.chunk)
+
+    def evaluated(self, batch: Batch, images: Tensor, evaluator: Evaluator | None) -> list[Done]:
+        """Undefended (by the bare classifier), defended and certified, for each image of a batch; then attacked.
+
+        `forwards` counts the masked copies that the answer and the certificate took together; the one unmasked pass of
+        the undefended answer is not part of the defence.
+        """
+        labels = (batch.labels if self.classes is None else self.classes[batch.labels]).to(images.device)
+        if int(labels.min()) < 0:
+            raise InputError(f"labels cannot be negative: image {batch.indices[int(labels.argmin())]} has one that is")
+        undefended = None
+        if evaluator is not None:
+            evaluator.audit = Audit()
+            undefended = (evaluator.labels(images) == labels).tolist()
+        found = assess(self.defense, images, labels).to("cpu")
+        proof, right = found.certificates, (found.predictions == labels.cpu()).tolist()
+        taken = {name.partition(".")[0] for name in proof.evidence} & {*BASE, *ATTACK, "error"}
+        if taken:
+            raise InputError(f"evidence cannot be called {min(taken)!r}: that is a field of every record")
+        redone = {} if evaluator is None else evaluator.audit.redone
+        records = [
+            Record(
+                index=index,
+                path=self.source.path(index),
+                label=int(labels[row]),
+                undefended=None if undefended is None else undefended[row],
+                defended=right[row],
+                certified=bool(proof.certified[row]),
+                margin=round(margin, 6) if math.isfinite(margin := float(proof.margin[row])) else None,
+                forwards=int(proof.forwards[row]),
+                evidence=nested({name: values[row].tolist() for name, values in proof.evidence.items()}),
+            )
+            for row, index in enumerate(batch.indices)
+        ]
+        if self.attacker is None:
+            return [Done(record, redone.get(row, Redone())) for row, record in enumerate(records)]
+        record, kept = self.attacker(self.defense, records[0], images, labels)  # alone in its piece
+        return [Done(record, redone.get(0, Redone()), kept)]
+
+    def content(self, doubt: str | None) -> dict[str, Any]:
+        """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
+        tally = self.tally
+        planned, available, bad = len(self.indices), len(self.source), tally.done - tally.good
+        partial = [f"{planned} of {available} images were asked for (limit)"] if planned < available else []
+        if tally.done < planned:
+            partial.append(f"{tally.done} of {planned} images are done; resume to continue")
+        if bad:
+            partial.append(f"{bad} bad image{'s were' if bad > 1 else ' was'} skipped")
+        if doubt is not None:
+            partial.append(doubt)
+        good = max(1, tally.good)
+        attack = {"passes": tally.passes, "passes_per_image": tally.passes / good, "queries": tally.queries}
+        return {
+            "schema": SCHEMA,
+            "status": "partial" if partial else "complete",
+            "partial": partial,
+            "remarks": self.remarks,
+            "defense": self.defense.name,
+            "guarantee": self.defense.guarantee,
+            "images": {"done": tally.done, "planned": planned, "available": available, "bad": bad},
+            **{name: rate.as_dict() for name, rate in tally.rates().items()},
+            "cost": {
+                "forwards": tally.forwards,
+                "forwards_per_image": tally.forwards / good,
+                "seconds": round(self.seconds, 3),
+                "batch_size": self.batch_size,
+                "processes": self.team.size,
+                **({} if self.attacker is None else attack),
+            },
+            "audit": {"redone": sum(self.redone.steps.values()), **vars(self.redone)},
+            **({} if self.attacker is None else {"broken": tally.broken}),
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from contextlib import suppress
@@ -70,20 +71,35 @@ class Cost:
 
 
 def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> Cost | None:
-    """From a few timed passes over generated images; None for a defence without a classifier."""
+    """From a few timed passes over a generated image; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
+    channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
+    image = generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
     masks, most = getattr(defense, "masks", None), images * defense.most_passes
     if masks is None:
-        count, needed, seconds = 0, 0, seconds_per_own_pass(defense)
+        count, needed, seconds = 0, 0, math.inf
         fewest = images * getattr(defense, "fewest_passes", defense.most_passes)
+        ready, label = _prepared(defense, image)
+        for _ in range(TIMED):  # whatever a pass is to it; the first one may have things to check
+            began = time.perf_counter()
+            passes = int(ready.certify(image, label).forwards)  # waits for the device
+            seconds = min(seconds, (time.perf_counter() - began) / passes)
     else:
         require_memory(defense)
         count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
-        fewest, seconds = images * count, seconds_per_pass(defense)
+        fewest, seconds = images * count, seconds_per_pass(defense, image)
     times = 1 / seconds, fewest * seconds, most * seconds
-    cost = Cost(images, count, fewest, most, *times, needed, peak_memory(device_of(defense)))
-    return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, plan))
+    cost = Cost(images, count, fewest, most, *times, needed, peak_memory(image.device))
+    return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, image, plan))
+
+
+def _prepared(defense: Any, image: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The defence with some τ, since any takes as long, and its label for the image."""
+    label = defense.predict(image).clamp(min=0)  # an alarm is no label
+    if hasattr(defense, "with_engine"):
+        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))
+    return defense, label
 
 
 def table_bytes(masks: MaskSet, *, in_pairs: bool) -> int:
@@ -102,11 +118,9 @@ def require_memory(defense: Any) -> None:
     needed = table_bytes(masks, in_pairs=in_pairs)
     if needed <= free:
         return
-    try:
+    largest, most = 0, 0
+    with suppress(InputError):  # masks of one's own need not form a grid
         most = max(map(len, masks.axes))
-    except InputError:  # masks of one's own need not form a grid
-        most = 0
-    largest = 0
     for per_axis in range(1, most + 1):
         fewer: MaskSet = covering_masks(defense.threat, per_axis=per_axis)
         if table_bytes(fewer, in_pairs=in_pairs) <= free:
@@ -138,24 +152,18 @@ def peak_memory(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def seconds_per_own_pass(defense: Any) -> float:
-    """Of a defence without masks, whatever a pass is to it: one certification of a generated image."""
-    defense, images, labels = _prepared(defense)
-    times = []
-    for _ in range(TIMED):  # the first one may have things to check
+def seconds_per_pass(defense: Any, image: torch.Tensor) -> float:
+    """Of masked copies in whole chunks, by the fastest of a few."""
+    engine = getattr(defense, "engine", None) or Engine()
+    evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
+    keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
+    evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
+    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
+    for _ in range(TIMED):
         began = time.perf_counter()
-        passes = int(defense.certify(images, labels).forwards)  # waits for the device
-        times.append((time.perf_counter() - began) / passes)
-    return min(times)
-
-
-def _prepared(defense: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The defence with some τ, since any takes as long, a generated image, and the defence's label for it."""
-    images = _one_image(defense)
-    labels = defense.predict(images).clamp(min=0)  # an alarm is no label
-    if hasattr(defense, "with_engine"):
-        defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))
-    return defense, images, labels
+        evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
+        times.append(time.perf_counter() - began)
+    return min(times) / len(zeros)
 
 
 @dataclass(frozen=True)
@@ -168,48 +176,26 @@ class _Steadfast:
         return self.labels[:1].expand(len(images))
 
 
-def seconds_of_attack(defense: Any, plan: AttackPlan) -> float:
+def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:
     """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
-    device, moments = device_of(defense), list[float]()
-    defense, images, labels = _prepared(defense)
+    defense, label = _prepared(defense, image)
     starts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
         places = len(all_places(defense.threat)) ** defense.threat.patches
-    at_once = min(places, CANDIDATES // starts)
+    at_once, moments = min(places, CANDIDATES // starts), list[float]()
     first = replace(plan, steps=2, restarts=starts, places=at_once, place_search="grid")
 
     def stepped(*_: int) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if image.is_cuda:
+            torch.cuda.synchronize(image.device)
         moments.append(time.perf_counter())
 
     for attacks in attacks_on(defense, first, stepped):
         for attack in attacks:
-            attack.target = _Steadfast(labels)
-            attack_in_turn([attack], images, labels, seed=0, indices=[0])
+            attack.target = _Steadfast(label)
+            attack_in_turn([attack], image, label, seed=0, indices=[0])
     rounds = -(-places // at_once) * -(-plan.restarts // starts)
     return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2]))
-
-
-def _one_image(defense: Any) -> torch.Tensor:
-    channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
-    return generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
-
-
-def seconds_per_pass(defense: Any) -> float:
-    """Of masked copies in whole chunks, by the fastest of a few."""
-    classifier, device = defense.classifier, device_of(defense)
-    engine = getattr(defense, "engine", None) or Engine()
-    evaluator = Evaluator(classifier, Engine(batch_size=engine.batch_size))
-    images = _one_image(defense)
-    keep = masks_for(classifier, defense.threat, per_axis=3).keep(device)
-    evaluator.evaluate(images, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
-    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        evaluator.evaluate(images, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
-        times.append(time.perf_counter() - began)
-    return min(times) / len(zeros)
 
 
 class _EnoughError(Exception):
@@ -235,23 +221,24 @@ def estimate_training(
 ) -> TrainingCost:
     """From timed steps of a copy of the classifier; options as in `train`. Nothing is written."""
     trainers: list[Trainer] = []
+    reports: list[StepReport] = []
     moments: list[float] = []
-    searches: list[float] = []
 
     def started(trainer: Trainer) -> None:
         trainers.append(trainer)
         moments.append(time.perf_counter())
 
     def stepped(report: StepReport) -> None:
+        reports.append(report)
         moments.append(time.perf_counter())
-        searches.append(report.search_seconds)
-        if len(moments) > TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
+        if len(reports) == TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
             raise _EnoughError
 
     with suppress(_EnoughError):
         train(copy.deepcopy(classifier), data, plan, on_start=started, on_step=stepped, **options)
     trainer, times = trainers[0], [after - before for before, after in pairwise(moments)]
     step, size = median(times[1:] or times), trainer.classifier.input_size
+    searches = [report.search_seconds for report in reports]
     if isinstance(trainer.strategy, Memory):  # the first epoch, of which these steps are, searches most
         step -= median(searches[1:] or searches) * trainer.strategy.saved(plan.epochs)
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))

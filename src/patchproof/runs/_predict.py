@@ -32,10 +32,10 @@ from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
 from patchproof.runs._attack import as_judge
+from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification
-from patchproof.runs._session import IMAGES_AT_ONCE
 from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of
 
 SMALL = 64
@@ -98,31 +98,11 @@ def predict(
         raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")
     if isinstance(images, Tensor) and images.ndim == 3:
         raise InputError("images must be a sequence, not one image (c h w); for one image, [image]")
-    reader, answers = _Reader(defense, preprocessing), Predictions()
-    size = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
-    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
-        waiting: deque[list[tuple[str, Future[Any]]]] = deque()
-        for start in range(0, len(images) + size, size):
-            batch = enumerate(images[start : start + size], start)
-            waiting.append([(_name(image, number), pool.submit(reader.read, image)) for number, image in batch])
-            if len(waiting) > 1:
-                for answer in _answers(waiting.popleft(), answers):
-                    answers.append(answer)
-                    if on_answer is not None:
-                        on_answer(answer)
-    return answers
+    known: dict[int, tuple[Any, Any]] = {}
+    lock = threading.Lock()
 
-
-class _Reader:
-    """Decodes images for the defence that answers them: an image's size alone decides preprocessing and defence."""
-
-    def __init__(self, defense: DefenseFor, preprocessing: Preprocessing | None) -> None:
-        self.defense, self.preprocessing = defense, preprocessing
-        self.known: dict[int, Any] = {}
-        self.lock = threading.Lock()
-
-    def read(self, image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
-        """The defence, and the input of its classifier."""
+    def read(image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
+        """The defence that answers, and the input of its classifier: the image's size alone decides both."""
         pixels: Any
         with reading("image"):
             if isinstance(image, Tensor):
@@ -131,15 +111,27 @@ class _Reader:
             else:
                 pixels = to_rgb(image) if isinstance(image, Image.Image) else decode(image)
                 size = pixels.height, pixels.width
-        with self.lock:
-            chosen: Any = self.defense if isinstance(self.defense, Defense) else self.defense(size)
-            if id(chosen) not in self.known:
-                self.known[id(chosen)] = chosen, ready_to_predict(chosen)  # holds on to `chosen`, whose id is the key
-            ready = self.known[id(chosen)][1]
-        how = self.preprocessing
-        if how is None:
-            how = preprocessing_for(getattr(ready, "classifier", None), max(size) < SMALL, ready.threat.image_size)
+        with lock:
+            chosen: Any = defense if isinstance(defense, Defense) else defense(size)
+            if id(chosen) not in known:
+                known[id(chosen)] = chosen, ready_to_predict(chosen)  # holds on to `chosen`, whose id is the key
+            ready = known[id(chosen)][1]
+        small, input_size = max(size) < SMALL, ready.threat.image_size
+        how = preprocessing or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
         return ready, preprocess(pixels, how)
+
+    answers, size = Predictions(), getattr(defense, "images_at_once", IMAGES_AT_ONCE)
+    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
+        waiting: deque[list[tuple[str, Future[Any]]]] = deque()
+        for start in range(0, len(images) + size, size):
+            batch = enumerate(images[start : start + size], start)
+            waiting.append([(_name(image, number), pool.submit(read, image)) for number, image in batch])
+            if len(waiting) > 1:
+                for answer in _answers(waiting.popleft(), answers):
+                    answers.append(answer)
+                    if on_answer is not None:
+                        on_answer(answer)
+    return answers
 
 
 def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
@@ -171,13 +163,16 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
     for ready, group in alike.values():
         found, misjudged = _assessed(ready, as_images(torch.stack(list(group.values())), device_of(ready)))
         so_far.misjudged += misjudged
-        proof = found.certificates
+        proof, names = found.certificates, getattr(getattr(ready, "classifier", None), "class_names", None)
         for row, position in enumerate(group):
             label, margin = int(found.predictions[row]), float(proof.margin[row])
+            name = f"class {label}" if names is None else str(names[label])
+            if names is not None and (words := wordnet_words(names[label])):  # what a WordNet id stands for
+                name = f"{words} ({name})"
             answers[position] = Prediction(
                 path=batch[position][0],
                 label=label,
-                name=label_name(getattr(ready, "classifier", None), label),
+                name="alarm" if label < 0 else name,
                 certified=bool(proof.certified[row]),
                 margin=round(margin, 6) if math.isfinite(margin) else None,
                 forwards=int(proof.forwards[row]),
@@ -202,17 +197,6 @@ def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
         for name, values in found.remarks.items():
             values[wrong] = sure.remarks[name]
     return found, len(wrong)
-
-
-def label_name(classifier: Any, label: int) -> str:
-    """The class in words: its name, and for a WordNet id what that stands for."""
-    names = getattr(classifier, "class_names", None)
-    if label < 0:
-        return "alarm"
-    if names is None:
-        return f"class {label}"
-    words = wordnet_words(names[label])
-    return f"{words} ({names[label]})" if words else str(names[label])
 
 
 def image_files(path: Path) -> Iterator[Path]:

@@ -85,7 +85,22 @@ class Record:
             place = place and tuple(tuple(part) if isinstance(part, list) else part for part in place)
             attack = AttackFindings(**found, place=place)
         record = cls(**base, evidence=values, attack=attack, error=error)
-        _check_types(record)
+        if not isinstance(record.path, str) or not isinstance(error, str | None):
+            raise ValueError("a path and an error are text")  # noqa: TRY004
+        attack = attack or AttackFindings()
+        label = 0 if error is not None and record.label == -1 else record.label  # −1: not even its label could be read
+        places = attack.places or ((0, 0, 0, 0),)
+        whole = [record.index, label, record.forwards, *(value for place in places for value in place)]
+        whole += [attack.passes, attack.queries, attack.attacked_label or 0]
+        if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or {*map(len, places)} != {4}:
+            raise ValueError(f"indices, labels, counts and the four of a place are whole numbers up to {LARGEST}")
+        known = () if error is not None else (record.defended, record.certified)
+        maybe = (attack.undefended_attacked, attack.attacked, None if error is not None else record.undefended)
+        if not all(isinstance(f, bool) for f in known) or not all(isinstance(f, bool | None) for f in maybe):
+            raise ValueError("a record needs its findings, which are true, false or null")
+        number = isinstance(record.margin, int | float) and not isinstance(record.margin, bool)
+        if record.margin is not None and not (number and abs(record.margin) <= sys.float_info.max):
+            raise ValueError("a margin is a finite number")
         return record
 
     @property
@@ -100,26 +115,6 @@ class Record:
 
 BASE = tuple(f.name for f in fields(Record) if f.name not in ("evidence", "attack", "error"))
 ATTACK = tuple(f.name for f in fields(AttackFindings))
-
-
-def _check_types(record: Record) -> None:
-    attack = record.attack or AttackFindings()
-    unreadable = record.error is not None
-    if not isinstance(record.path, str) or not isinstance(record.error, str | None):
-        raise ValueError("a path and an error are text")  # noqa: TRY004
-    label = 0 if unreadable and record.label == -1 else record.label  # −1: not even its label could be read
-    places = attack.places or ((0, 0, 0, 0),)
-    whole = [record.index, label, record.forwards, *(value for place in places for value in place)]
-    whole += [attack.passes, attack.queries, attack.attacked_label or 0]
-    if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or {*map(len, places)} != {4}:
-        raise ValueError(f"indices, labels, counts and the four of a place are whole numbers up to {LARGEST}")
-    known = () if unreadable else (record.defended, record.certified)
-    maybe = (attack.undefended_attacked, attack.attacked, None if unreadable else record.undefended)
-    if not all(isinstance(f, bool) for f in known) or not all(isinstance(f, bool | None) for f in maybe):
-        raise ValueError("a record needs its findings, which are true, false or null")
-    number = isinstance(record.margin, int | float) and not isinstance(record.margin, bool)
-    if record.margin is not None and not (number and abs(record.margin) <= sys.float_info.max):
-        raise ValueError("a margin is a finite number")
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,3 +222,17 @@ class Results:
     def certified(self) -> Rate:
         """Under every patch of the threat, provably."""
         return self.rates["certified"]
+
+    @property
+    def attacked(self) -> Rate:
+        """Of `attack`: the defence under attack, an upper bound on robust accuracy."""
+        return self.rates["attacked"]
+
+    @property
+    def undefended_attacked(self) -> Rate:
+        return self.rates["undefended_attacked"]
+
+    @property
+    def broken(self) -> tuple[Record, ...]:
+        """Certified images whose answer a patch changed: must be empty."""
+        return tuple(record for record in self.records if record.broken)

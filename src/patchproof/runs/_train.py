@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -112,24 +113,23 @@ def train(
     from patchproof.training.loop import TrainingData, start_accelerator
 
     plan, source = Plan() if plan is None else plan, as_source(data)
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
-    if not any(parameter.requires_grad for parameter in classifier.parameters()):
-        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
+    network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
+    if not 0 <= checkpoint_minutes < math.inf:
+        raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
     require_workers(workers)
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
     path = None if folder is None else Path(folder)
     place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
     if place is not None:
         require_free(place.path, resume=resume)
-    network = _as_image_classifier(classifier, source)
     if plan.gutout_layer is not None:
         named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
-    rate = paper_learning_rate(network.architecture) if plan.learning_rate is None else plan.learning_rate
+    if plan.learning_rate is None:
+        plan = replace(plan, learning_rate=paper_learning_rate(network.architecture))
     training_data = TrainingData(
         source,
         spread_indices(source, limit),
@@ -140,7 +140,7 @@ def train(
         keep_decoded=keep_decoded,
     )
     shipped = copy.deepcopy(network).to(accelerator.device)
-    trainer = _trainer(network, training_data, replace(plan, learning_rate=rate), accelerator)
+    trainer = _trainer(network, training_data, plan, accelerator)
     held_out = None
     if validation is not None:
         held_out = Validation(as_source(validation), shipped, plan, preprocessing, skip_bad=skip_bad)
@@ -161,16 +161,14 @@ def train(
         saved = clock = time.monotonic()
         for report in trainer.run():
             seconds, clock = time.monotonic() - clock, time.monotonic()
-            progress.add(report, seconds)
-            ended = report.step % trainer.steps_per_epoch == 0
-            epoch = progress.finish_epoch(report) if ended else None
+            epoch = progress.add(report, seconds)
             try:
                 if on_step is not None:
                     on_step(report)
                 if epoch is not None and on_epoch is not None:
                     on_epoch(report, epoch)
             except BaseException:
-                if not ended:  # a step that was seen is on disk
+                if epoch is None:  # a step that was seen is on disk
                     progress.save()
                 raise
             if clock - saved > 60 * checkpoint_minutes:
@@ -180,7 +178,9 @@ def train(
         network.load_state_dict(trainer.weights())
         network.source = f"trained from {network.source.removeprefix('trained from ')}"
         network.history = {"trained_on": images["train"]}
-        results = progress.results()
+        kept = {name: value for name, value in notes.items() if name not in ("loss", "images")}
+        results = {"schema": SCHEMA, "status": "complete", "best": notes["best"], **kept}
+        results["weights_sha256"] = weights_sha256(shipped)
         if place is not None:
             doubt = changes_since(manifest["identity"]["data_sha256"], source)
             if doubt is None and held_out is not None:
@@ -213,16 +213,16 @@ class Progress:
             with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def add(self, report: StepReport, seconds: float) -> None:
-        self.log("step", asdict(report))
-        self.notes["seconds"] += seconds
-        self.notes["loss"] += report.loss * report.images
-        self.notes["images"] += report.images
-
-    def finish_epoch(self, report: StepReport) -> EpochReport | None:
-        """Validate, note, and save; `checkpoint-best` is chosen by certified accuracy, then by the undefended one. On
-        processes that are not the main one, only wait for it."""
+    def add(self, report: StepReport, seconds: float) -> EpochReport | None:
+        """Log a step; after the last of an epoch validate, note, and save. `checkpoint-best` is chosen by certified
+        accuracy, then by the undefended one. Processes that are not the main one only wait for it."""
         notes, accelerator = self.notes, self.trainer.accelerator
+        self.log("step", asdict(report))
+        notes["seconds"] += seconds
+        notes["loss"] += report.loss * report.images
+        notes["images"] += report.images
+        if report.step % self.trainer.steps_per_epoch:
+            return None
         self.shipped.load_state_dict(self.trainer.weights())
         found: dict[str, Rate] = {}
         if accelerator.is_main_process and self.held_out is not None:
@@ -233,7 +233,8 @@ class Progress:
         if found:
             epoch = {"epoch": report.epoch + 1, "step": report.step, **{k: r.as_dict() for k, r in found.items()}}
             notes["epochs"].append(epoch)
-            if notes["best"] is None or _score(epoch) > _score(notes["best"]):
+            best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
+            if best is epoch:  # the first of equals stays
                 notes["best"] = epoch
                 if self.path is not None:
                     seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
@@ -250,16 +251,6 @@ class Progress:
             self.shipped.load_state_dict(self.trainer.weights())
             history = {"trained_on": self.images["train"]}
             save_training(self.path / "checkpoint-last", self.trainer, self.shipped, self.notes, history=history)
-
-    def results(self) -> dict[str, Any]:
-        """results.json of a finished training."""
-        kept = {name: value for name, value in self.notes.items() if name not in ("loss", "images")}
-        results = {"schema": SCHEMA, "status": "complete", "best": self.notes["best"], **kept}
-        return results | {"weights_sha256": weights_sha256(self.shipped)}
-
-
-def _score(epoch: Mapping[str, Any]) -> tuple[int, int]:
-    return epoch["certified"]["k"], epoch["undefended"]["k"]
 
 
 def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accelerator) -> Trainer:
@@ -310,14 +301,10 @@ def _manifest(
 
 def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
     """Is it the stored training with more epochs? Refused if the steps already done would have been others."""
-
-    def besides_length(identity: Mapping[str, Any]) -> Any:
-        return {**identity, "steps": None, "plan": {**identity["plan"], "epochs": None}}
-
     before, now = stored["identity"], current["identity"]
     if stored["command"] != "train" or not now["plan"]["epochs"] > before["plan"]["epochs"]:
         return False
-    if besides_length(before) != besides_length(now):
+    if before != {**now, "steps": before["steps"], "plan": {**now["plan"], "epochs": before["plan"]["epochs"]}}:
         return False
     state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
     done = int(read_json(state)["step"]) if state.exists() else 0
@@ -358,14 +345,11 @@ class Validation:
         ]
         if not self.batches:
             raise InputError(f"none of the {len(indices)} validation images can be read")
-        self.threat, self.defense = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
-        self.defended(classifier)  # refuses at once what it cannot be
-
-    def defended(self, classifier: ImageClassifier) -> Any:
-        return defense(self.defense, classifier.eval(), self.threat)
+        self.threat, self.name = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
+        defense(self.name, classifier.eval(), self.threat)  # refuses at once what it cannot be
 
     def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
-        defended = self.defended(classifier)
+        defended = defense(self.name, classifier.eval(), self.threat)
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
         undefended = certified = 0
         for pixels, wanted in self.batches:
@@ -392,6 +376,10 @@ def cut_log(path: Path, step: int) -> None:
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
     """The classifier itself, or a module of the user's own wrapped, whose input is the size of its first image."""
+    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
+        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    if not any(parameter.requires_grad for parameter in classifier.parameters()):
+        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
