@@ -41,8 +41,8 @@ class BagCertHinge:
     """
 
     threat: PatchThreat
-    target: float = 0.25
-    sharpness: float = 20.0
+    target: float = 0.45
+    sharpness: float = 10.0
 
     def __call__(
         self,
