@@ -8,13 +8,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from patchproof.models._tokens import TokenPass, compiled_pass, masked_tokens, token_size
+from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, token_size
 from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
@@ -140,14 +141,15 @@ class ImageClassifier(Wrapped, nn.Module):
 
         None where the network cannot be converted; autocast may still run it.
         """
-        key = dtype, compiled
-        if key not in self._twins or self._twins[key].structure != structure_of(self.module):
+        twin = self._twins.get((dtype, compiled))
+        if twin is None or twin.structure != structure_of(self.module):
             shape = len(self.shift), *self.input_size
-            self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
-            if self.drop_tokens and compiled and self._twins[key].network is not None:
-                self._twins[key].token_pass = compiled_pass(self._twins[key].network)
-        network = self._twins[key].following(self.module)
-        return None if network is None else Lowered(self, network, dtype, self._twins[key].token_pass)
+            twin = self._twins[dtype, compiled] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
+            if self.drop_tokens and compiled and twin.network is not None:
+                # For any number of images and tokens.
+                twin.token_pass = torch.compile(partial(token_pass, twin.network), dynamic=True)
+        network = twin.following(self.module)
+        return None if network is None else Lowered(self, network, dtype, twin.token_pass)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -263,7 +265,7 @@ def weights_sha256(classifier: Classifier) -> str | None:
     """
     if isinstance(classifier, ImageClassifier):
         state = classifier.module.state_dict()
-        return network_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
+        return state_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts: list[Any] = [weights_sha256(member) for member in members]
@@ -274,17 +276,16 @@ def weights_sha256(classifier: Classifier) -> str | None:
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
 
 
-def network_sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor, *, drop_tokens: bool) -> str:
-    """Of an ImageClassifier with these tensors and settings."""
-    beside = {"(mean)": mean, "(std)": std} | ({"(drop tokens)": torch.tensor(True)} if drop_tokens else {})
-    return state_sha256({**state, **beside})
-
-
-def state_sha256(state: Mapping[str, Tensor]) -> str:
+def state_sha256(
+    state: Mapping[str, Tensor], mean: Tensor | None = None, std: Tensor | None = None, *, drop_tokens: bool = False
+) -> str:
+    """Of these tensors, with the normalisation beside them where there is one."""
+    beside = {"(mean)": mean, "(std)": std, "(drop tokens)": torch.tensor(True) if drop_tokens else None}
     digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for name, tensor in sorted([*state.items(), *beside.items()]):
+        if tensor is not None:
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
