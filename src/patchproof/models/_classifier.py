@@ -98,29 +98,45 @@ class ImageClassifier(Wrapped, nn.Module):
         drop_tokens: bool = False,
     ) -> None:
         super().__init__()
+        shift, scale, size = tuple(map(float, mean)), tuple(map(float, std)), tuple(map(int, input_size))
+        names, channels = None if class_names is None else tuple(class_names), len(shift)
+        if channels != len(scale) or not channels:
+            raise InputError(f"mean and std need one value per channel each, got {channels} and {len(scale)} values")
+        if not all(0 <= value <= 1 for value in shift):
+            raise InputError(f"mean must be within [0, 1] as the images are, got {shift}; divide 0-255 values by 255")
+        if not all(value > 0 and math.isfinite(value) for value in scale):
+            raise InputError(f"std must be positive and finite, got {scale}")
+        if len(size) != 2 or min(size) < 1:
+            raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {size}")
+        require_one_of("interpolation", interpolation, get_args(Interpolation))
+        if not (crop_pct > 0 and math.isfinite(crop_pct)):
+            raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
+        if num_classes < 1:
+            raise InputError(f"num_classes must be at least 1, got {num_classes}; a classifier needs a head")
+        if names is not None and len(names) != num_classes:
+            raise InputError(f"{num_classes} classes need as many class names, got {len(names)}")
+        if names is not None and len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
         self.module = module
-        self.shift: tuple[float, ...] = tuple(map(float, mean))
-        self.scale: tuple[float, ...] = tuple(map(float, std))
-        self.fill = self.shift
-        if fill is not None:
-            self.fill = fill
-            self.fill = mask_colour(self)
+        self.shift, self.scale = shift, scale
         # Not persistent: the state dict is the network's own; mean and std travel in classifier.json.
-        self.register_buffer("mean", torch.tensor(self.shift), persistent=False)
-        self.register_buffer("std", torch.tensor(self.scale), persistent=False)
-        self.input_size: Size = tuple(map(int, input_size))  # type: ignore[assignment]
-        self.num_classes = int(num_classes)
-        self.class_names: tuple[str, ...] | None = None if class_names is None else tuple(class_names)
+        self.register_buffer("mean", torch.tensor(shift), persistent=False)
+        self.register_buffer("std", torch.tensor(scale), persistent=False)
+        self.input_size: Size = size  # type: ignore[assignment]
+        self.num_classes, self.class_names = int(num_classes), names
         self.interpolation: Interpolation = interpolation
         self.crop_pct = float(crop_pct)
-        self.architecture = architecture or type(module).__name__
-        self.source = source
+        self.architecture, self.source = architecture or type(module).__name__, source
         self.model_args: dict[str, Any] = dict(model_args or {})
         self.history: Mapping[str, Any] = {}
         self.drop_tokens = drop_tokens
         self.token_size: Size | None = token_size(module) if drop_tokens else None
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
-        _check_settings(self)
+        self.fill = shift if fill is None else fill
+        self.fill = mask_colour(self)
+        if len(self.fill) != channels:
+            raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {self.fill}")
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
@@ -215,30 +231,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
-
-
-def _check_settings(it: ImageClassifier) -> None:
-    channels, names = len(it.shift), it.class_names
-    if channels != len(it.scale) or not channels:
-        raise InputError(f"mean and std need one value per channel each, got {channels} and {len(it.scale)} values")
-    if not all(0 <= value <= 1 for value in it.shift):
-        raise InputError(f"mean must be within [0, 1] as the images are, got {it.shift}; divide 0-255 values by 255")
-    if not all(value > 0 and math.isfinite(value) for value in it.scale):
-        raise InputError(f"std must be positive and finite, got {it.scale}")
-    if len(it.fill) != channels:
-        raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {it.fill}")
-    if len(it.input_size) != 2 or min(it.input_size) < 1:
-        raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {it.input_size}")
-    require_one_of("interpolation", it.interpolation, get_args(Interpolation))
-    if not (it.crop_pct > 0 and math.isfinite(it.crop_pct)):
-        raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {it.crop_pct}")
-    if it.num_classes < 1:
-        raise InputError(f"num_classes must be at least 1, got {it.num_classes}; a classifier needs a head")
-    if names is not None and len(names) != it.num_classes:
-        raise InputError(f"{it.num_classes} classes need as many class names, got {len(names)}")
-    if names is not None and len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
 
 
 def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
