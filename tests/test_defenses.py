@@ -18,7 +18,7 @@ from PIL import Image
 
 import patchproof as pp
 from patchproof.defenses import Defense, MaskedDefense, assess
-from patchproof.defenses._base import TABLE_CELLS
+from patchproof.defenses._table import TABLE_CELLS
 from patchproof.runs._cost import require_memory
 from patchproof.types import CheckError, InputError
 from small_model import Startled

@@ -50,7 +50,9 @@ def test_windows_are_the_cells_that_share_a_pixel_with_the_patch(image_size, pat
         seen = fields.keep()[:, 0, top : top + height, left : left + width].flatten(1).any(dim=1)
         assert frozenset(torch.nonzero(seen)[:, 0].tolist()) == cells
     values = torch.rand(2, len(fields), dtype=torch.float64)
-    assert torch.allclose(windows.inside(values) + windows.outside(values), values.sum(dim=1, keepdim=True))
+    assert torch.allclose(
+        values @ windows.touched.to(values).T + windows.outside(values), values.sum(dim=1, keepdim=True)
+    )
     if banded and what[2] == 1:  # the papers' count: w + b − 1, on each ablated axis
         reach = [min(n, size + what[1] - 1) for n, size in zip(image_size, threat.largest, strict=True)]
         cut = {"column": reach[1], "row": reach[0], "block": reach[0] * reach[1]}[what[0]]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from tarfile import TarError
 
 import numpy as np
 
-from patchproof.data._sources import ArraySource, FolderSource, ImageSource, class_folders, open_class_folders
+from patchproof.data._sources import ArraySource, ImageSource, class_folders, open_class_folders
 from patchproof.types import InputError
 
 DEFAULT_DATA_DIR = Path("data")
@@ -98,31 +99,42 @@ def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool)
     for root in (data_dir, data_dir / name):
         if name == "fashion-mini" or any((root / place).exists() for place in places):
             return _open_published(name, root, split, download=download)
-    found = _find_folders(name, data_dir, split)
-    if found is not None:
-        return found
-    if download and known.published:
-        return _open_published(name, data_dir, split, download=True)
-    if download and name == "imagenet":
+    for template, candidate in product(known.folders, _with_alias(split)):
+        root = data_dir / template.format(split=candidate)
+        if root.is_dir():
+            found = open_class_folders(root, name=name, split=candidate, low_resolution=bool(known.published))
+            # A label is a class folder's position, so with a folder missing every later label would be wrong.
+            if len(found.class_names) != known.classes:
+                raise InputError(
+                    f"{name} has {known.classes} classes, but {str(root)!r} has {len(found.class_names)} class "
+                    "folders; complete it, or give that folder itself as the dataset to use it as a set of its own"
+                )
+            return found
+    existing = [s for s in _USUAL_SPLITS if any((data_dir / t.format(split=s)).is_dir() for t in known.folders)]
+    if existing:
+        raise _no_split(f"{name} in {str(data_dir)!r}", split, existing)
+    if not download:
+        published = [known.file.format(split=split)] if known.published else []
+        looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
+        fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
+        raise InputError(
+            f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
+            f"data_dir, or {fetch}"
+        )
+    if name == "imagenet":
         raise InputError(
             "imagenet must be downloaded by hand, after registration at https://image-net.org; "
             f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or name its folder as data_dir"
         )
-    if download:
-        from torchvision import datasets
+    if known.published:
+        return _open_published(name, data_dir, split, download=True)
+    from torchvision import datasets
 
-        try:
-            datasets.Imagenette(data_dir, split="val", size="full", download=True)
-        except _TORCHVISION_FAILURES as error:
-            raise _download_failed(name, data_dir, error) from error
-        return _open_named(name, data_dir, split, download=False)
-    published = [known.file.format(split=split)] if known.published else []
-    looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
-    fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
-    raise InputError(
-        f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
-        f"data_dir, or {fetch}"
-    )
+    try:
+        datasets.Imagenette(data_dir, split="val", size="full", download=True)
+    except _TORCHVISION_FAILURES as error:
+        raise _download_failed(name, data_dir, error) from error
+    return _open_named(name, data_dir, split, download=False)
 
 
 def _open_published(name: str, root: Path, split: str, *, download: bool) -> ArraySource:
@@ -154,24 +166,6 @@ def _open_published(name: str, root: Path, split: str, *, download: bool) -> Arr
             "wrong; pass download=True to fetch it again"
         ) from error
     return ArraySource(name, found, tuple(cifar.classes), tuple(cifar.targets), cifar.data)
-
-
-def _find_folders(name: str, data_dir: Path, split: str) -> FolderSource | None:
-    known = _KNOWN[name]
-    for root, candidate in ((data_dir / t.format(split=s), s) for t in known.folders for s in _with_alias(split)):
-        if root.is_dir():
-            found = open_class_folders(root, name=name, split=candidate, low_resolution=bool(known.published))
-            # A label is a class folder's position, so with a folder missing every later label would be wrong.
-            if len(found.class_names) != known.classes:
-                raise InputError(
-                    f"{name} has {known.classes} classes, but {str(root)!r} has {len(found.class_names)} class "
-                    "folders; complete it, or give that folder itself as the dataset to use it as a set of its own"
-                )
-            return found
-    existing = [s for s in _USUAL_SPLITS if any((data_dir / t.format(split=s)).is_dir() for t in known.folders)]
-    if existing:
-        raise _no_split(f"{name} in {str(data_dir)!r}", split, existing)
-    return None
 
 
 def _with_alias(split: str) -> tuple[str, ...]:

@@ -128,14 +128,14 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
 
 def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
-    above = _from_root_up(root)
+    above = {real := Path(os.path.realpath(root)), *real.parents}
     folders = (Path(entry.path) for entry in _visible(root))
     return tuple(folder.name for folder in folders if folder.is_dir() and Path(os.path.realpath(folder)) not in above)
 
 
 def _images(root: Path, class_name: str) -> Iterator[str]:
     """Each real folder once, so that links that form a loop end, and none that leads out of the class upwards."""
-    seen, pending = _from_root_up(root), [class_name]
+    seen, pending = {real := Path(os.path.realpath(root)), *real.parents}, [class_name]
     while pending:
         inside = pending.pop()
         real = Path(os.path.realpath(root / inside))
@@ -159,11 +159,6 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
             return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: path_bytes(e.name))
     except OSError as error:
         raise InputError(f"cannot list the folder {str(folder)!r}: {error.strerror}") from error
-
-
-def _from_root_up(root: Path) -> set[Path]:
-    real = Path(os.path.realpath(root))
-    return {real, *real.parents}
 
 
 @dataclass(frozen=True, eq=False)

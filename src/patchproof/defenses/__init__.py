@@ -12,12 +12,11 @@ from patchproof.defenses._base import (
     Certificates,
     Defense,
     EvaluatedDefense,
-    MaskedDefense,
     assess,
     device_of,
     require_defense,
 )
-from patchproof.defenses._table import MaskTable
+from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
 from patchproof.defenses.local import BagCert, ClippedBagNet, LocalDefense, PatchGuardBagNet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._table import BLOCK, MaskTable
 from patchproof.geometry import Fields, MaskSet, PatchThreat
 from patchproof.masking import (
     Engine,
@@ -18,16 +17,14 @@ from patchproof.masking import (
     Measured,
     check_classifier,
     default_batch,
-    masks_for,
-    require_images,
+    label_range,
+    require_classes,
 )
-from patchproof.models import fingerprint, mask_colour
-from patchproof.types import CheckError, Classifier, InputError, kind_of
+from patchproof.models import fingerprint
+from patchproof.settings import NoOptions
+from patchproof.types import CheckError, InputError, kind_of
 
 Guarantee = Literal["recovery", "detection"]
-
-TABLE_CELLS = 1 << 22
-"""Masked copies of all images of a batch that a table has room for: some 200 MB, whatever the number of masks."""
 
 
 @dataclass(frozen=True)
@@ -92,29 +89,24 @@ class Defense(Protocol):
 
 
 def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
-    """Answers, and certificates about `labels` or else about the answers themselves; an alarm is never certified."""
-    own = getattr(defense, "assess", None)
+    """Answers, and certificates about `labels` or else about the answers themselves; an alarm is never certified.
+
+    What the defence returned is of the types and shapes it must have, and not against its own guarantee.
+    """
+    own, name, count = getattr(defense, "assess", None), type(defense).__name__, len(images)
     if own is not None:
-        return _checked(own(images, labels), defense, labels, len(images))
-    predictions = defense.predict(images)
-    about = predictions.clamp(min=0) if labels is None else labels
-    found = _checked(Assessment(predictions, defense.certify(images, about)), defense, labels, len(images))
-    if labels is None:
-        certified = found.certificates.certified & (predictions >= 0)
-        found = replace(found, certificates=replace(found.certificates, certified=certified))
-    return found
-
-
-def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: int) -> Assessment:
-    """What a defence answered, of the types and shapes it must have, and not against its own guarantee."""
-    proof, name = found.certificates, type(defense).__name__
+        found = own(images, labels)
+    else:
+        predictions = defense.predict(images)
+        found = Assessment(predictions, defense.certify(images, predictions.clamp(min=0) if labels is None else labels))
+    proof = found.certificates
     if not isinstance(proof, Certificates):
         raise CheckError(f"{name}.certify must return Certificates, not {type(proof).__name__}")
     kinds = {"predictions": "int64", "certified": "bool", "margin": "float32", "forwards": "int64"}
-    for part in kinds:
+    for part, kind in kinds.items():
         values: Any = found.predictions if part == "predictions" else getattr(proof, part)
-        if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kinds[part]}":
-            raise CheckError(f"{name}: {part} must be {kinds[part]} of shape ({count},), not {kind_of(values)}")
+        if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kind}":
+            raise CheckError(f"{name}: {part} must be {kind} of shape ({count},), not {kind_of(values)}")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
@@ -123,6 +115,8 @@ def _checked(found: Assessment, defense: Defense, labels: Tensor | None, count: 
             raise CheckError(f"{name} answers −1: an alarm is for defences whose guarantee is detection")
         if labels is not None and bool((proof.certified & (found.predictions != labels)).any()):
             raise CheckError(f"{name} certifies a label that it does not itself answer")
+    if own is None and labels is None:
+        return replace(found, certificates=replace(proof, certified=proof.certified & (found.predictions >= 0)))
     return found
 
 
@@ -147,31 +141,79 @@ def device_of(defense: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def require_one_patch(name: str, threat: PatchThreat) -> None:
-    if threat.patches != 1:
-        raise InputError(f"{name} certifies against one patch, not {threat.patches}; patchcleanser and alarm know two")
+def require_labels(labels: Tensor, count: int, *, classes: int | None = None) -> None:
+    """Refuse what is no label for each of `count` images, or where `classes` is known no output of the classifier."""
+    if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
+        given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"labels must be a tensor of one int64 number for each of the {count} images, not {given}")
+    if classes is not None:
+        require_classes(label_range(labels), classes)
 
 
-class EvaluatedDefense:
+class OwnDefense:
+    """What the defences of the package share. They compute in float64 and are for one patch unless they say otherwise.
+
+    A subclass is a frozen dataclass with these fields; `Options` has its own options, and `of` builds it from them.
+    """
+
+    classifier: Any
+    threat: PatchThreat
+    engine: Engine
+
+    name: ClassVar[str]
+    guarantee: ClassVar[Guarantee] = "recovery"
+    most_patches: ClassVar[int] = 1
+    """On an image at once."""
+    Options: ClassVar[type[Any]] = NoOptions
+
+    def __post_init__(self) -> None:
+        if self.threat.patches > self.most_patches:
+            raise InputError(
+                f"{self.name} certifies against one patch, not {self.threat.patches}; patchcleanser and alarm know two"
+            )
+
+    @classmethod
+    def of(cls, classifier: Any, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
+        return cls(classifier, threat, engine=engine, **options)  # type: ignore[call-arg]
+
+    @property
+    def chunk(self) -> int:
+        """Copies of an image in one pass."""
+        size = self.engine.batch_size
+        return default_batch(self.threat.image_size, device_of(self)) if size == "auto" else size
+
+    @property
+    def images_at_once(self) -> int:
+        """In float64, which takes twice the memory; passes are cheap beside it."""
+        return self.chunk if self.engine.batch_size != "auto" else max(1, self.chunk // 4)
+
+    def measure(self, images: Float[Tensor, "b c h w"]) -> None:
+        """Earn τ on these images, before anything is certified; what is computed in float64 needs none."""
+
+    def require_precision(self, words: str) -> None:
+        """Refuse a precision that would change nothing."""
+        if self.engine.precision not in ("fp32", "auto"):
+            raise InputError(f"{self.name} {words}; leave precision at fp32, not {self.engine.precision}")
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "image_size": list(self.threat.image_size),
+            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
+        }
+
+
+class EvaluatedDefense(OwnDefense):
     """What defences share that ask one `evaluator` about copies of an image under their `occlusions`.
 
     Without a measured engine, τ is measured on the images of the first `certify`, before anything is certified.
     """
 
-    classifier: Classifier
-    threat: PatchThreat
-    engine: Engine
     evaluator: Evaluator
 
     @property
     def occlusions(self) -> MaskSet | Fields:
         raise NotImplementedError
-
-    @property
-    def chunk(self) -> int:
-        """Masked copies in one pass."""
-        size = self.engine.batch_size
-        return default_batch(self.threat.image_size, device_of(self)) if size == "auto" else size
 
     def with_engine(self, engine: Measured) -> Any:
         return replace(self, engine=engine)  # type: ignore[type-var]
@@ -192,99 +234,3 @@ class EvaluatedDefense:
         if not isinstance(self.evaluator.engine, Measured) or self.evaluator.measured_on != now:
             measured, _ = check_classifier(self.classifier, images, self.occlusions, engine=self.engine)
             self.evaluator.engine, self.evaluator.measured_on = measured, now
-
-
-@dataclass(frozen=True)
-class MaskedDefense(EvaluatedDefense):
-    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜."""
-
-    classifier: Classifier
-    masks: MaskSet
-    threat: PatchThreat
-    engine: Engine = field(default_factory=Engine, kw_only=True)
-    evaluator: Evaluator = field(init=False, repr=False, compare=False)
-
-    name: ClassVar[str]
-    guarantee: ClassVar[Guarantee]
-    evidence: ClassVar[Sequence[str]] = ("witness",)
-    most_patches: ClassVar[int] = 2
-    """On an image at once; a defence that does not say is for one."""
-
-    def __post_init__(self) -> None:
-        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
-        if not callable(self.classifier):
-            raise InputError(
-                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
-                "pp.load_classifier makes one from a name"
-            )
-        mask_colour(self.classifier)
-        missed = self.masks.uncovered(self.threat)
-        if missed:
-            what = "patch positions" if self.threat.patches == 1 else "pairs of patch positions"
-            raise InputError(
-                f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
-                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
-            )
-        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
-
-    @property
-    def occlusions(self) -> MaskSet:
-        return self.masks
-
-    @classmethod
-    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, per_axis: int, **options: Any) -> Any:
-        """With the covering masks of the threat, `per_axis` of them on each axis."""
-        return cls(classifier, masks_for(classifier, threat, per_axis=per_axis), threat, engine=engine, **options)
-
-    @property
-    def images_at_once(self) -> int:
-        """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
-        enough that records come often."""
-        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
-        most = max(1, TABLE_CELLS // pairs)
-        return max(1, min(most, self.chunk // (1 if device_of(self).type == "cuda" else BLOCK)))
-
-    @property
-    def most_passes(self) -> int:
-        """Masked copies of an image."""
-        return len(self.masks)
-
-    def describe(self) -> dict[str, Any]:
-        masks: Any
-        try:
-            rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
-            masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
-        except InputError:  # masks of one's own need not form a grid
-            masks = self.masks.rects
-        return {
-            "name": self.name,
-            "guarantee": self.guarantee,
-            "image_size": list(self.threat.image_size),
-            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
-            **({} if self.threat.patches == 1 else {"patches": self.threat.patches}),
-            "masks": masks,
-            **self.arithmetic(),
-        }
-
-    def table(
-        self,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"] | None,
-        cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
-    ) -> MaskTable:
-        """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
-        require_images(images, self.masks.image_size)
-        return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
-
-    def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
-        hide the object more often."""
-        (height, width), parts = self.masks.image_size, self.masks.parts
-        offset = torch.tensor([
-            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
-            for part in parts
-        ]).tolist()  # fmt: skip
-        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))

@@ -113,25 +113,35 @@ class FakeUnanimity(PairObjective):
 
 
 @dataclass(frozen=True)
-class SilentAgreement(Objective):
-    """All one-mask copies agree on one wrong label, so that no alarm is raised."""
+class OneRound(Objective):
+    """Reads the copies under each occlusion alone."""
 
-    masks: MaskSet
+    occlusions: MaskSet | Fields
 
     def views(self, image_size: Size, device: torch.device) -> Views:
-        every = torch.arange(len(self.masks))
-        return Views.of(image_size, device, self.masks.keep(device), (every, every))
+        every = torch.arange(len(self.occlusions))
+        return Views.of(image_size, device, self.occlusions.keep(device), (every, every))
 
     def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
-        return torch.arange(len(self.masks), device=views.first.device)
+        return torch.arange(len(self.occlusions), device=views.first.device)
+
+    def leaning(self, logits: Float[Tensor, "b n classes"]) -> Float[Tensor, "b n classes"]:
+        """How much each copy says for each class."""
+        return logits
 
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
-        """Masks that hide the patch answer as on the clean image: what they lean to is the label to aim at."""
-        count = len(self.masks)
-        shows, logits = clean.shows(places)[:, :count], clean.logits[:, :count]
-        pull = torch.where((~shows).any(dim=1, keepdim=True), ~shows, shows)
+        """Copies that hide the patch answer as on the clean image: what they lean to is the label to aim at."""
+        count = len(self.occlusions)
+        shows = clean.shows(places)[:, :count]
+        pull = torch.where(shows.all(dim=1, keepdim=True), shows, ~shows)
         view = torch.arange(count, device=places.device).expand(len(places), -1)
-        return Aim(view, shows, strongest_wrong(_mean(logits, pull[:, :, None]), clean.labels))
+        leaning = _mean(self.leaning(clean.logits[:, :count]), pull[:, :, None])
+        return Aim(view, shows, strongest_wrong(leaning, clean.labels))
+
+
+@dataclass(frozen=True)
+class SilentAgreement(OneRound):
+    """All one-mask copies agree on one wrong label, so that no alarm is raised."""
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
@@ -139,35 +149,21 @@ class SilentAgreement(Objective):
 
     def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
         """No mask that hides the place answers y."""
-        right = clean.logits[:, : len(self.masks)].argmax(dim=2) == clean.labels[:, None]
+        right = clean.logits[:, : len(self.occlusions)].argmax(dim=2) == clean.labels[:, None]
         return (right.float() @ hides.float().T) < 0.5
 
 
 @dataclass(frozen=True)
-class StolenVotes(Objective):
+class StolenVotes(OneRound):
     """The views that show the patch vote for one wrong class, and no longer for y.
 
     With a `threshold`, a view votes for every class of at least that probability; otherwise for its argmax.
     """
 
-    shown: Fields
     threshold: float | None = None
 
-    def views(self, image_size: Size, device: torch.device) -> Views:
-        every = torch.arange(len(self.shown))
-        return Views.of(image_size, device, self.shown.keep(device), (every, every))
-
-    def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
-        return torch.arange(len(self.shown), device=views.first.device)
-
-    def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b 4"], attempt: Int64[Tensor, " b"]) -> Aim:
-        """Towards the class that leads most where the patch does not show."""
-        count = len(self.shown)
-        shows = clean.shows(places)[:, :count]
-        rest = torch.where(shows.all(dim=1, keepdim=True), shows, ~shows)
-        view = torch.arange(count, device=places.device).expand(len(places), -1)
-        probability = clean.logits[:, :count].softmax(dim=2)
-        return Aim(view, shows, strongest_wrong(_mean(probability, rest[:, :, None]), clean.labels))
+    def leaning(self, logits: Float[Tensor, "b n classes"]) -> Float[Tensor, "b n classes"]:
+        return logits.softmax(dim=2)
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
         if self.threshold is None:

@@ -1,83 +1,113 @@
-"""When does y stay ahead whatever the patch says? Rules on evidence, the same for votes and for local scores.
-
-`low` and `high` bound the evidence "b classes n" of every cell (view) of the clean image from below and above, so that
-rounding cannot break a rule: what speaks for y is counted at its least, what speaks for another class at its most.
-Each rule returns y's lead over every class under every patch, "b classes a"; certified iff all leads are positive.
-"""
+"""When does y stay ahead whatever the patch says? Rules on evidence, the same for votes and for local scores."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchproof.defenses._base import Certificates
+from patchproof.defenses._base import Assessment, Certificates, OwnDefense, require_labels
 from patchproof.geometry import Windows
+from patchproof.masking import require_images
 
 NUMBERS_AT_ONCE = 1 << 24
 """That a rule holds in memory: some 130 MB."""
 
 
-def of_label(values: Float[Tensor, "b classes n"], labels: Int64[Tensor, " b"]) -> Float[Tensor, "b 1 n"]:
-    return values.gather(1, labels[:, None, None].expand(-1, 1, values.shape[2]))
+class Evidence(NamedTuple):
+    """What every cell (view) of the images speaks for each class; a patch changes it in the cells of A(p) alone.
 
-
-def bounded_lead(
-    low: Float[Tensor, "b classes n"],
-    high: Float[Tensor, "b classes n"],
-    labels: Int64[Tensor, " b"],
-    windows: Windows,
-    *,
-    least: float,
-    most: float,
-) -> Float[Tensor, "b classes a"]:
-    """Σ_{∉A(p)} e_y + |A(p)|·least − Σ_{∉A(p)} e_c − |A(p)|·most: inside A(p) the patch says what suits it best."""
-    ours, theirs = windows.outside(of_label(low, labels)), windows.outside(high)
-    return ours - theirs - (most - least) * windows.sizes
-
-
-def counted_lead(
-    low: Float[Tensor, "b classes n"], high: Float[Tensor, "b classes n"], labels: Int64[Tensor, " b"], windows: Windows
-) -> Float[Tensor, "b classes 1"]:
-    """n_y − n_c − 2Δ, Δ = max_p |A(p)|: the patch turns at most Δ votes from y to c (Levine & Feizi 2020)."""
-    ours, theirs = of_label(low, labels).sum(dim=2, keepdim=True), high.sum(dim=2, keepdim=True)
-    return ours - theirs - 2 * int(windows.sizes.max())
-
-
-def robust_masking(evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
-    """s_c = Σ e_c − max_W Σ_W e_c: each class without its most evident window (Xiang et al. 2021)."""
-    return windows.outside(evidence).amin(dim=2)
-
-
-def robust_masking_lead(
-    low: Float[Tensor, "b classes n"], high: Float[Tensor, "b classes n"], labels: Int64[Tensor, " b"], windows: Windows
-) -> Float[Tensor, "b classes a"]:
-    """min_W Σ_{∉ A(p) ∪ W} e_y − Σ_{∉A(p)} e_c, for evidence of at least 0.
-
-    The patch can empty A(p) for y, and masking then takes another window W away from it. What the patch adds to c lies
-    in A(p), which is a window too, so masking takes at least as much away. No W takes more than one it lies inside of,
-    but a smaller A(p) can give a smaller lead.
+    `low` and `high` bound what any evaluation of the clean image gives from below and above, so that rounding cannot
+    break a rule: what speaks for y is counted at its least, what speaks for another class at its most.
     """
-    ours, beyond = of_label(low, labels)[:, 0], (~windows.touched).to(low)
-    part = max(1, NUMBERS_AT_ONCE // max(1, ours.numel() + len(ours) * len(beyond)))
-    left = [windows.maximal.outside(ours[:, None] * some).amin(dim=2) for some in beyond.split(part)]
-    return torch.cat(left, dim=1)[:, None] - windows.outside(high)
+
+    found: Float[Tensor, "b classes n"]
+    low: Float[Tensor, "b classes n"]
+    high: Float[Tensor, "b classes n"]
+    windows: Windows
+    """A(p) of every patch p."""
+    passes: Int64[Tensor, " b"]
+
+    def of_label(self, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b 1 n"]:
+        """What surely speaks for y."""
+        return self.low.gather(1, labels[:, None, None].expand(-1, 1, self.low.shape[2]))
 
 
-def certificates(
-    lead: Float[Tensor, "b classes a"],
-    labels: Int64[Tensor, " b"],
-    windows: Windows,
-    *,
-    passes: Int64[Tensor, " b"],
-    above: float,
-) -> Certificates:
-    """Certified iff y leads every other class under every patch by more than `above`; `worst` says where it leads
-    least, and over which label."""
-    own = torch.arange(lead.shape[1], device=lead.device) == labels[:, None]
-    least, place = lead.masked_fill(own[:, :, None], torch.inf).min(dim=2)
-    margin, rival = least.min(dim=1)
-    worst = {"worst.label": rival}
-    if lead.shape[2] == len(windows.places):  # a rule that counts names no place
-        worst["worst.place"] = windows.places[place.gather(1, rival[:, None])[:, 0]]
-    return Certificates(margin > above, margin.float(), passes, worst)
+class EvidenceDefense(OwnDefense):
+    """The answer is the class of the highest score, the sum of its evidence. Certified iff y's lead over every other
+    class under every patch is more than `above`, for evidence from `least` to `most`."""
+
+    evidence: ClassVar[Sequence[str]] = ("worst",)
+    least: ClassVar[float] = 0
+    most: ClassVar[float] = 1
+    above: ClassVar[float] = 0
+
+    def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
+        raise NotImplementedError
+
+    def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
+        """What the answer is the argmax of; among equals the smallest."""
+        return evidence.sum(dim=2)
+
+    def lead(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b classes a"]:
+        """Σ_{∉A(p)} e_y + |A(p)|·least − Σ_{∉A(p)} e_c − |A(p)|·most: inside A(p) the patch says what suits it best."""
+        windows = evidence.windows
+        ours, theirs = windows.outside(evidence.of_label(labels)), windows.outside(evidence.high)
+        return ours - theirs - (self.most - self.least) * windows.sizes
+
+    def prove(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Certificates:
+        return self.certificates(self.lead(evidence, labels), evidence, labels)
+
+    def certificates(
+        self, lead: Float[Tensor, "b classes a"], evidence: Evidence, labels: Int64[Tensor, " b"]
+    ) -> Certificates:
+        """`worst` says where y leads least, and over which label."""
+        own = torch.arange(lead.shape[1], device=lead.device) == labels[:, None]
+        least, place = lead.masked_fill(own[:, :, None], torch.inf).min(dim=2)
+        margin, rival = least.min(dim=1)
+        worst = {"worst.label": rival}
+        if lead.shape[2] == len(evidence.windows.places):  # a rule that counts names no place
+            worst["worst.place"] = evidence.windows.places[place.gather(1, rival[:, None])[:, 0]]
+        return Certificates(margin > self.above, margin.float(), evidence.passes, worst)
+
+    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
+        require_images(images, self.threat.image_size)
+        evidence = self.gather(images)
+        return self.scores(evidence.found, evidence.windows).argmax(dim=1)
+
+    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
+        return self.assess(images, labels).certificates
+
+    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
+        """Predict and certify from the same evidence."""
+        require_images(images, self.threat.image_size)
+        self.measure(images)
+        evidence = self.gather(images)
+        predictions = self.scores(evidence.found, evidence.windows).argmax(dim=1)
+        asked = predictions if labels is None else labels.to(images.device)
+        require_labels(asked, len(images), classes=evidence.found.shape[1])
+        return Assessment(predictions, self.prove(evidence, asked))
+
+
+class RobustMasking(EvidenceDefense):
+    """s_c = Σ e_c − max_W Σ_W e_c, for evidence of at least 0: each class without its most evident window (PatchGuard;
+    Xiang et al., USENIX Security 2021)."""
+
+    def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
+        return windows.outside(evidence).amin(dim=2)
+
+    def lead(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b classes a"]:
+        """min_W Σ_{∉ A(p) ∪ W} e_y − Σ_{∉A(p)} e_c.
+
+        The patch can empty A(p) for y, and masking then takes another window W away from it. What the patch adds to c
+        lies in A(p), which is a window too, so masking takes at least as much away. No W takes more than one it lies
+        inside of, but a smaller A(p) can give a smaller lead.
+        """
+        windows, ours = evidence.windows, evidence.of_label(labels)[:, 0]
+        beyond = (~windows.touched).to(ours)
+        part = max(1, NUMBERS_AT_ONCE // max(1, ours.numel() + len(ours) * len(beyond)))
+        left = [windows.maximal.outside(ours[:, None] * some).amin(dim=2) for some in beyond.split(part)]
+        return torch.cat(left, dim=1)[:, None] - windows.outside(evidence.high)

@@ -1,27 +1,29 @@
-"""The labels of masked copies as a table that is filled as far as it is asked for: early exit and batching."""
+"""The labels of masked copies as a table that is filled as far as it is asked for: early exit and batching.
+
+And what the defences share that look at an image through masks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.masking import Copies, Evaluator, label_range, require_classes
-from patchproof.types import InputError
+from patchproof.defenses._base import Certificates, EvaluatedDefense, device_of, require_labels
+from patchproof.geometry import MaskSet, PatchThreat
+from patchproof.masking import Copies, Engine, Evaluator, masks_for, require_images
+from patchproof.models import mask_colour
+from patchproof.types import Classifier, InputError, kind_of
 
 BLOCK = 4
 """Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
 
-
-def require_labels(labels: Tensor, count: int, *, classes: int | None = None) -> None:
-    """Refuse what is no label for each of `count` images, or where `classes` is known no output of the classifier."""
-    if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
-        given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise InputError(f"labels must be a tensor of one int64 number for each of the {count} images, not {given}")
-    if classes is not None:
-        require_classes(label_range(labels), classes)
+TABLE_CELLS = 1 << 22
+"""Masked copies of all images of a batch that a table has room for: some 200 MB, whatever the number of masks."""
 
 
 @dataclass
@@ -75,9 +77,10 @@ class MaskTable:
         self.known[image, cell] = True
         self.settled[image, cell] = settle
 
-    def evaluate_all(self, *, settle: bool = True) -> None:
-        """Make every cell known."""
+    def evaluate_all(self, *, settle: bool = True) -> Int64[Tensor, "b u"]:
+        """Make every cell known; their labels."""
         self.evaluate(*torch.nonzero(~(self.settled if settle else self.known), as_tuple=True), settle=settle)
+        return self.label
 
     def row(self, cells: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
         """The labels of every image in these cells."""
@@ -124,8 +127,98 @@ class MaskTable:
         tau = self.evaluator.measured.tau_fp32 if gap.numel() else 0.0  # no image, no τ
         return same & (gap > 0) & (gap >= tau) & gap.isfinite()  # a tie is no lead, whatever τ
 
-    def witness(self) -> Int64[Tensor, " b"]:
-        """For each image the known cell that decides: the failing one of least margin, else the one of least margin."""
+    def certificates(self, certified: Bool[Tensor, " b"], masks: Int64[Tensor, "u k"]) -> Certificates:
+        """`witness` is the copy that decides, the failing one of least margin or else the one of least margin: its
+        masks, of those that `masks` lists for every cell, and the label it answered."""
         failing = self.known & ~self.right()
         candidates = torch.where(failing.any(dim=1, keepdim=True), failing, self.known)
-        return self.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)
+        rows, cell = torch.arange(len(certified)), self.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)
+        evidence = {"witness.masks": masks[cell], "witness.label": self.label[rows, cell]}
+        return Certificates(certified, self.margin[rows, cell], self.forwards.clone(), evidence)
+
+
+@dataclass(frozen=True)
+class MaskedDefense(EvaluatedDefense):
+    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜."""
+
+    classifier: Classifier
+    masks: MaskSet
+    threat: PatchThreat
+    engine: Engine = field(default_factory=Engine, kw_only=True)
+    evaluator: Evaluator = field(init=False, repr=False, compare=False)
+
+    evidence: ClassVar[Sequence[str]] = ("witness",)
+    most_patches: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not callable(self.classifier):
+            raise InputError(
+                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
+                "pp.load_classifier makes one from a name"
+            )
+        mask_colour(self.classifier)
+        missed = self.masks.uncovered(self.threat)
+        if missed:
+            what = "patch positions" if self.threat.patches == 1 else "pairs of patch positions"
+            raise InputError(
+                f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
+                f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
+            )
+        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
+
+    @property
+    def occlusions(self) -> MaskSet:
+        return self.masks
+
+    @classmethod
+    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
+        """With the covering masks of the threat, `per_axis` of them on each axis."""
+        masks = masks_for(classifier, threat, per_axis=options.pop("per_axis"))
+        return cls(classifier, masks, threat, engine=engine, **options)
+
+    @property
+    def images_at_once(self) -> int:
+        """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
+        enough that records come often."""
+        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
+        most = max(1, TABLE_CELLS // pairs)
+        return max(1, min(most, self.chunk // (1 if device_of(self).type == "cuda" else BLOCK)))
+
+    @property
+    def most_passes(self) -> int:
+        """Masked copies of an image."""
+        return len(self.masks)
+
+    def describe(self) -> dict[str, Any]:
+        masks: Any
+        try:
+            rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
+            masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
+        except InputError:  # masks of one's own need not form a grid
+            masks = self.masks.rects
+        patches = {} if self.threat.patches == 1 else {"patches": self.threat.patches}
+        return super().describe() | patches | {"guarantee": self.guarantee, "masks": masks, **self.arithmetic()}
+
+    def table(
+        self,
+        images: Float[Tensor, "b c h w"],
+        labels: Int64[Tensor, " b"] | None,
+        cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
+    ) -> MaskTable:
+        """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
+        require_images(images, self.masks.image_size)
+        return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
+
+    def central_first(self) -> Int64[Tensor, " n"]:
+        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
+        hide the object more often."""
+        (height, width), parts = self.masks.image_size, self.masks.parts
+        offset = torch.tensor([
+            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
+            for part in parts
+        ]).tolist()  # fmt: skip
+        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))

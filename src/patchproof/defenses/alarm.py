@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchproof.defenses._base import Assessment, Certificates, Guarantee, MaskedDefense
+from patchproof.defenses._base import Assessment, Certificates, Guarantee
 from patchproof.defenses._objectives import SilentAgreement
-from patchproof.defenses._table import MaskTable
+from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.masking import Objective
 from patchproof.settings import AlarmOptions
 
@@ -38,7 +38,7 @@ class Alarm(MaskedDefense):
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """All one-mask labels equal: that label; otherwise −1."""
-        return unanimous_label(self.copies(images).row(self.every_mask)).to(images.device)
+        return unanimous_label(self.copies(images).evaluate_all()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """∀ m ∈ 𝓜: F(x ⊙ m) = y, giving up on an image at its first wrong label."""
@@ -46,35 +46,26 @@ class Alarm(MaskedDefense):
         self.measure(images)
         rows = torch.arange(len(images))
         right = table.survivors(rows, self.central_first().expand(len(rows), -1), labels.cpu(), sure=True)
-        return _certificates(table, right).to(images.device)
+        return table.certificates(right, table.first[:, None]).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table; without labels the certificate is about the prediction."""
         table = self.copies(images, labels)
         self.measure(images)
-        predictions = unanimous_label(table.row(self.every_mask))
+        predictions = unanimous_label(table.evaluate_all())
         if labels is None:
             table.against(predictions)  # no copy answers −1, so an alarm is not certified
-        return Assessment(predictions, _certificates(table, table.right().all(dim=1))).to(images.device)
-
-    @property
-    def every_mask(self) -> Int64[Tensor, " n"]:
-        return torch.arange(len(self.masks))
+        found = table.certificates(table.right().all(dim=1), table.first[:, None])
+        return Assessment(predictions, found).to(images.device)
 
     def copies(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> MaskTable:
         """The table of the one-mask predictions."""
-        return self.table(images, labels, (self.every_mask, self.every_mask))
+        every = torch.arange(len(self.masks))
+        return self.table(images, labels, (every, every))
 
     def explain(self, image: Float[Tensor, "c h w"]) -> list[int]:
         """F(x ⊙ m) for every mask."""
-        return self.copies(image[None]).row(self.every_mask)[0].tolist()
+        return self.copies(image[None]).evaluate_all()[0].tolist()
 
     def objectives(self) -> Sequence[Objective]:
         return (SilentAgreement(self.masks),)
-
-
-def _certificates(table: MaskTable, certified: Bool[Tensor, " b"]) -> Certificates:
-    """`witness` names the mask of the copy that decides, and the label it answered."""
-    rows, mask = torch.arange(len(certified)), table.witness()
-    evidence = {"witness.masks": mask[:, None], "witness.label": table.label[rows, mask]}
-    return Certificates(certified, table.margin[rows, mask], table.forwards.clone(), evidence)

@@ -11,20 +11,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Certificates, Guarantee, device_of, require_one_patch
-from patchproof.defenses._table import BLOCK, require_labels
+from patchproof.defenses._base import Certificates, OwnDefense, require_labels
+from patchproof.defenses._table import BLOCK
 from patchproof.geometry import PatchThreat, inside
-from patchproof.masking import Engine, default_batch, evaluating, label_range, require_classes, require_images
+from patchproof.masking import Engine, evaluating, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
-from patchproof.settings import NoOptions
-from patchproof.types import Classifier, InputError
+from patchproof.types import InputError
 
 TOGETHER = 4
 """Positions per axis that one window proves at first."""
 
 
 @dataclass(frozen=True)
-class IntervalBounds:
+class IntervalBounds(OwnDefense):
     """Certified(x, y) iff for every patch position p and class c ≠ y the lower bound of logit_y − logit_c is positive,
     where pixels inside p range over [0, 1] and the others are those of x.
 
@@ -38,29 +37,15 @@ class IntervalBounds:
     engine: Engine = field(default_factory=Engine, kw_only=True)
 
     name: ClassVar[str] = "ibp"
-    guarantee: ClassVar[Guarantee] = "recovery"
     evidence: ClassVar[Sequence[str]] = ("worst",)
-    Options: ClassVar[type[Any]] = NoOptions
 
     def __post_init__(self) -> None:
-        require_one_patch(self.name, self.threat)
+        super().__post_init__()
         if not isinstance(self.classifier, nn.Module):
             raise InputError(f"ibp needs a network of known layers, not {type(self.classifier).__name__}")
-        if self.engine.precision not in ("fp32", "auto"):
-            raise InputError(f"ibp computes in float64; leave precision at fp32, not {self.engine.precision}")
+        self.require_precision("computes in float64")
         with evaluating(self.classifier):
             list(passable_layers(self.classifier))
-
-    @classmethod
-    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine) -> IntervalBounds:
-        return cls(classifier, threat, engine=engine)
-
-    @property
-    def images_at_once(self) -> int:
-        """Images, or images times positions, whose bounds are computed together."""
-        if self.engine.batch_size != "auto":
-            return self.engine.batch_size
-        return max(1, default_batch(self.threat.image_size, device_of(self)) // 4)
 
     @cached_property
     def most_passes(self) -> int:
@@ -78,13 +63,7 @@ class IntervalBounds:
         return min(BLOCK, len(self.parts))
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "guarantee": self.guarantee,
-            "image_size": list(self.threat.image_size),
-            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
-            "arithmetic": "float64 intervals",
-        }
+        return super().describe() | {"guarantee": self.guarantee, "arithmetic": "float64 intervals"}
 
     @torch.no_grad()
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:

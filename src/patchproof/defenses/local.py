@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Assessment, Certificates, Guarantee, device_of, require_one_patch
-from patchproof.defenses._rules import bounded_lead, certificates, robust_masking, robust_masking_lead
-from patchproof.defenses._table import require_labels
+from patchproof.defenses._rules import Evidence, EvidenceDefense, RobustMasking
 from patchproof.geometry import Fields, PatchThreat, Windows, receptive_windows
-from patchproof.masking import Engine, default_batch, evaluating, out_of_memory, require_images
+from patchproof.masking import Engine, evaluating, out_of_memory
 from patchproof.models import failure, fingerprint
-from patchproof.settings import BagCertOptions, NoOptions
+from patchproof.settings import BagCertOptions
 from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size
 
 ROUNDING = 1e-6
@@ -79,15 +76,14 @@ class Exact:
         """Refuse a receptive field that is not what it says: change all pixels outside it and compare, once."""
         if self.checked or not len(images):
             return
-        rows, columns = self.local_logits(images[:1]).shape[2:]
-        keep = Fields.receptive(image_size, (rows, columns), self.receptive_field).keep(images.device)
-        cells = torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist()
+        grid = (int(logits.shape[2]), int(logits.shape[3]))
+        keep = Fields.receptive(image_size, grid, self.receptive_field).keep(images.device)
         noise = torch.rand(images[:1].shape, generator=torch.Generator().manual_seed(0)).to(images)
-        for cell in cells:
-            other = self.local_logits(torch.where(keep[cell], images[:1], noise)).flatten(2)[0, :, cell]
-            change = float((other - logits[0, :, cell]).abs().max())
+        for cell in torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist():
+            row, column = divmod(cell, grid[1])
+            other = self.local_logits(torch.where(keep[cell], images[:1], noise))[0, :, row, column]
+            change = float((other - logits[0, :, row, column]).abs().max())
             if change > ROUNDING * float(logits[0].abs().max().clamp(min=1)):
-                row, column = divmod(cell, columns)
                 raise CheckError(
                     f"the receptive field {self.receptive_field} (size, stride, offset) is not what "
                     f"the network has: pixels outside it change the logits of cell ({row}, {column}) by {change:.3g}"
@@ -100,7 +96,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class LocalDefense:
+class LocalDefense(EvidenceDefense):
     """Common ground: evidence from local logits, windows from the receptive field, leads from a rule."""
 
     classifier: Classifier
@@ -108,11 +104,8 @@ class LocalDefense:
     engine: Engine = field(default_factory=Engine, kw_only=True)
     exact: Exact = field(init=False, repr=False, compare=False)
 
-    name: ClassVar[str]
-    guarantee: ClassVar[Guarantee] = "recovery"
-    evidence: ClassVar[Sequence[str]] = ("worst",)
-    Options: ClassVar[type[Any]] = NoOptions
     most_passes: ClassVar[int] = 1
+    above: ClassVar[float] = ROUNDING
     nested: ClassVar[bool] = False
     """Does the rule ask about windows inside others, too?"""
 
@@ -123,31 +116,14 @@ class LocalDefense:
                 f"{self.name} needs a classifier with `local_logits` and `receptive_field`, which {kind} lacks; "
                 'e.g. load_classifier("bagnet9", weights)'
             )
-        require_one_patch(self.name, self.threat)
-        if self.engine.precision not in ("fp32", "auto"):
-            raise InputError(f"{self.name} computes in float64; leave precision at fp32, not {self.engine.precision}")
+        super().__post_init__()
+        self.require_precision("computes in float64")
         object.__setattr__(self, "exact", Exact(self.classifier))
         assert self.exact.receptive_field  # refused here if it is none
 
-    @classmethod
-    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
-        return cls(classifier, threat, engine=engine, **options)
-
-    @property
-    def images_at_once(self) -> int:
-        """Images per pass: float64 takes twice the memory, and passes are cheap beside it."""
-        if self.engine.batch_size != "auto":
-            return self.engine.batch_size
-        return max(1, default_batch(self.threat.image_size, device_of(self)) // 4)
-
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "image_size": list(self.threat.image_size),
-            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
-            "receptive_field": list(self.exact.receptive_field),
-            "arithmetic": "float64",
-        }
+        field = list(self.exact.receptive_field)
+        return super().describe() | {"receptive_field": field, "arithmetic": "float64"}
 
     def local_evidence(self, logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes n"]:
         """e(l), which may not fall where l rises."""
@@ -157,40 +133,14 @@ class LocalDefense:
         """The same with a slope that an attack can climb."""
         return self.local_evidence(logits)
 
-    def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
-        """What the answer is the argmax of."""
-        return evidence.sum(dim=2)
-
-    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Float[Tensor, "b classes a"]:
-        """Of y over every class under every patch (see `_rules`)."""
-        raise NotImplementedError
-
-    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        logits, windows = self.local(images)
-        return self.scores(self.local_evidence(logits), windows).argmax(dim=1)
-
-    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        return self.assess(images, labels).certificates
-
-    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
-        """Predict and certify from one pass per image."""
-        logits, windows = self.local(images)
-        self.exact.check_fields(images, logits, self.threat.image_size)
-        predictions = self.scores(self.local_evidence(logits), windows).argmax(dim=1)
-        asked = predictions if labels is None else labels.to(images.device)
-        require_labels(asked, len(images), classes=logits.shape[1])
-        off = ROUNDING * logits.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
-        low, high = self.local_evidence(logits - off), self.local_evidence(logits + off)
-        lead = self.lead(low, high, asked, windows)
-        return Assessment(
-            predictions, certificates(lead, asked, windows, passes=torch.ones_like(asked), above=ROUNDING)
-        )
-
-    def local(self, images: Float[Tensor, "b c h w"]) -> tuple[Float[Tensor, "b classes n"], Windows]:
-        """The local logits in float64, cell by cell, and the windows of the threat."""
-        require_images(images, self.threat.image_size)
+    def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
+        """From one pass per image, in float64."""
         logits = self.exact.local_logits(images, self.images_at_once)
-        return logits.flatten(2), self.windows(logits)
+        self.exact.check_fields(images, logits, self.threat.image_size)
+        cells, passes = logits.flatten(2), torch.ones(len(images), dtype=torch.int64, device=images.device)
+        off = ROUNDING * cells.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
+        found, low, high = map(self.local_evidence, (cells, cells - off, cells + off))
+        return Evidence(found, low, high, self.windows(logits), passes)
 
     def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
         grid = (int(logits.shape[2]), int(logits.shape[3]))
@@ -210,16 +160,14 @@ class ClippedBagNet(LocalDefense):
     """
 
     name: ClassVar[str] = "clipped-bagnet"
+    least: ClassVar[float] = -1
 
     def local_evidence(self, logits: Tensor) -> Tensor:
         return torch.tanh(0.05 * logits - 1)
 
-    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
-        return bounded_lead(low, high, labels, windows, least=-1, most=1)
-
 
 @dataclass(frozen=True)
-class PatchGuardBagNet(LocalDefense):
+class PatchGuardBagNet(RobustMasking, LocalDefense):
     """e = max(l, 0), each class without its most evident window: robust masking (Xiang et al. 2021)."""
 
     name: ClassVar[str] = "patchguard-bagnet"
@@ -227,12 +175,6 @@ class PatchGuardBagNet(LocalDefense):
 
     def local_evidence(self, logits: Tensor) -> Tensor:
         return logits.relu()
-
-    def scores(self, evidence: Tensor, windows: Windows) -> Tensor:
-        return robust_masking(evidence, windows)
-
-    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
-        return robust_masking_lead(low, high, labels, windows)
 
 
 @dataclass(frozen=True)
@@ -255,6 +197,3 @@ class BagCert(LocalDefense):
 
     def soft_evidence(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
-
-    def lead(self, low: Tensor, high: Tensor, labels: Tensor, windows: Windows) -> Tensor:
-        return bounded_lead(low, high, labels, windows, least=0, most=1)

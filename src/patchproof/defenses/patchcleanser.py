@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.defenses._base import TABLE_CELLS, Assessment, Certificates, Guarantee, MaskedDefense
+from patchproof.defenses._base import Assessment, Certificates
 from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
-from patchproof.defenses._table import MaskTable
+from patchproof.defenses._table import TABLE_CELLS, MaskedDefense, MaskTable
 from patchproof.geometry import MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, Objective, require_images
 from patchproof.settings import PatchCleanserOptions
@@ -66,7 +66,6 @@ class PatchCleanser(MaskedDefense):
     exhaustive: bool = field(default=False, kw_only=True)
 
     name: ClassVar[str] = "patchcleanser"
-    guarantee: ClassVar[Guarantee] = "recovery"
     Options: ClassVar[type[Any]] = PatchCleanserOptions
 
     @property
@@ -113,8 +112,7 @@ class PatchCleanser(MaskedDefense):
     def explain(self, image: Float[Tensor, "c h w"]) -> list[list[int]]:
         """F(x ⊙ m0 ⊙ m1) for every pair of masks."""
         pairs = self.pairs(image[None])
-        pairs.table.evaluate_all()
-        return pairs.table.label[0, pairs.of_pair].tolist()
+        return pairs.table.evaluate_all()[0, pairs.of_pair].tolist()
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"exhaustive": self.exhaustive}
@@ -168,29 +166,21 @@ class PairTable:
         return torch.where(seen, labels, labels.gather(1, other))
 
     def all_right(self, one_mask_order: Int64[Tensor, " n"]) -> Bool[Tensor, " b"]:
-        """Algorithm 2 with early exit: one-mask copies first, then of the images left the pairs most likely to fail."""
+        """Algorithm 2 with early exit: one-mask copies first, then of the images left the pairs most likely to fail,
+        those of the smallest sum of one-mask margins first."""
         table = self.table
         assert table.labels is not None
         images = torch.arange(len(table.images))
         order = self.one_mask[one_mask_order].expand(len(images), -1)
         alive = images[table.survivors(images, order, table.labels, sure=True)]
-        alive = alive[table.survivors(alive, self.two_mask_order(alive), table.labels[alive], sure=True)]
+        margin, cells = table.margin[alive[:, None], self.one_mask], torch.nonzero(table.first != table.second)[:, 0]
+        hardest = (margin[:, table.first[cells]] + margin[:, table.second[cells]]).argsort(dim=1, stable=True)
+        alive = alive[table.survivors(alive, cells[hardest], table.labels[alive], sure=True)]
         return torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True)
-
-    def two_mask_order(self, images: Int64[Tensor, " a"]) -> Int64[Tensor, "a u"]:
-        """The two-mask cells of each image, the smallest sum of one-mask margins first."""
-        table = self.table
-        cells = torch.nonzero(table.first != table.second)[:, 0]
-        one_mask = table.margin[images[:, None], self.one_mask]
-        hardest = (one_mask[:, table.first[cells]] + one_mask[:, table.second[cells]]).argsort(dim=1, stable=True)
-        return cells[hardest]
 
     def certificates(self, certified: Bool[Tensor, " b"]) -> Certificates:
         """`witness` names the two masks of the copy that decides, and the label it answered."""
-        table, rows, cell = self.table, torch.arange(len(certified)), self.table.witness()
-        masks = torch.stack([table.first[cell], table.second[cell]], dim=1)
-        evidence = {"witness.masks": masks, "witness.label": table.label[rows, cell]}
-        return Certificates(certified, table.margin[rows, cell], table.forwards.clone(), evidence)
+        return self.table.certificates(certified, torch.stack([self.table.first, self.table.second], dim=1))
 
 
 def two_mask_labels(

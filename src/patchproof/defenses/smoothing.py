@@ -11,24 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchproof.defenses._base import (
-    Assessment,
-    Certificates,
-    EvaluatedDefense,
-    Guarantee,
-    require_one_patch,
-)
+from patchproof.defenses._base import Certificates, EvaluatedDefense
 from patchproof.defenses._objectives import StolenVotes
-from patchproof.defenses._rules import bounded_lead, certificates, counted_lead, robust_masking, robust_masking_lead
-from patchproof.defenses._table import require_labels
+from patchproof.defenses._rules import Evidence, EvidenceDefense, RobustMasking
 from patchproof.geometry import Fields, PatchThreat, Windows
-from patchproof.masking import Copies, Engine, Evaluator, Measured, Objective, require_images
+from patchproof.masking import Copies, Engine, Evaluator, Measured, Objective
 from patchproof.settings import (
     Ablation,
     Certificate,
@@ -36,21 +29,11 @@ from patchproof.settings import (
     SmoothedViTOptions,
     SmoothingOptions,
 )
-from patchproof.types import Classifier, InputError
-
-
-class Votes(NamedTuple):
-    """Of every view for every class, 0 or 1: `cast` as the passes came out; `low` are those that every evaluation
-    casts, `high` those that some evaluation may cast, with logits off by what τ allows. `passes` is their number."""
-
-    cast: Float[Tensor, "b classes n"]
-    low: Float[Tensor, "b classes n"]
-    high: Float[Tensor, "b classes n"]
-    passes: Int64[Tensor, " b"]
+from patchproof.types import Classifier
 
 
 @dataclass(frozen=True)
-class Smoothing(EvaluatedDefense):
+class Smoothing(EvaluatedDefense, EvidenceDefense):
     """Common ground: `band` columns (rows, blocks) are shown in a view, the rest is hidden."""
 
     classifier: Classifier
@@ -61,24 +44,14 @@ class Smoothing(EvaluatedDefense):
     evaluator: Evaluator = field(init=False, repr=False, compare=False)
     views: Fields = field(init=False, repr=False, compare=False)
 
-    name: ClassVar[str]
-    guarantee: ClassVar[Guarantee] = "recovery"
     evidence: ClassVar[Sequence[str]] = ("votes", "worst")
-    Options: ClassVar[type[Any]]
+    stride = 1
+    """Pixels from one view to the next."""
 
     def __post_init__(self) -> None:
-        require_one_patch(self.name, self.threat)
-        object.__setattr__(self, "views", Fields.bands(self.threat.image_size, self.ablation, self.band, self.step))
+        super().__post_init__()
+        object.__setattr__(self, "views", Fields.bands(self.threat.image_size, self.ablation, self.band, self.stride))
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
-
-    @classmethod
-    def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
-        return cls(classifier, threat, engine=engine, **options)
-
-    @property
-    def step(self) -> int:
-        """Pixels from one view to the next."""
-        return 1
 
     @property
     def occlusions(self) -> Fields:
@@ -97,45 +70,18 @@ class Smoothing(EvaluatedDefense):
         return max(1, 4 * self.chunk // len(self.views))
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "image_size": list(self.threat.image_size),
-            "patch_sizes": [list(size) for size in self.threat.patch_sizes],
-            "views": f"{len(self.views)} of {self.ablation} {self.band}, every {self.step}",
-            **self.arithmetic(),
-        }
+        views = f"{len(self.views)} of {self.ablation} {self.band}, every {self.stride}"
+        return super().describe() | {"views": views, **self.arithmetic()}
 
-    def votes(self, images: Float[Tensor, "b c h w"]) -> Votes:
-        raise NotImplementedError
+    def prove(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Certificates:
+        proof = super().prove(evidence, labels)
+        return replace(proof, evidence={**self.counted(evidence, labels), **proof.evidence})
 
-    def scores(self, votes: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes"]:
-        """What the answer is the argmax of."""
-        return votes.sum(dim=2)
-
-    def prove(self, votes: Votes, labels: Int64[Tensor, " b"]) -> Certificates:
-        raise NotImplementedError
-
-    def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """The class with the most votes; among equals the smallest."""
-        require_images(images, self.threat.image_size)
-        return self.scores(self.votes(images).cast).argmax(dim=1)
-
-    def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        return self.assess(images, labels).certificates
-
-    def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
-        """Predict and certify from the same votes."""
-        require_images(images, self.threat.image_size)
-        self.measure(images)
-        votes = self.votes(images)
-        predictions = self.scores(votes.cast).argmax(dim=1)
-        asked = predictions if labels is None else labels.to(images.device)
-        require_labels(asked, len(images), classes=votes.cast.shape[1])
-        found, cast = self.prove(votes, asked), votes.cast.sum(dim=2)
-        ours = cast.gather(1, asked[:, None])[:, 0]
-        most = cast.scatter(1, asked[:, None], -1).amax(dim=1)
-        counted = {"votes.label": ours.long(), "votes.runner_up": most.long(), **found.evidence}
-        return Assessment(predictions, replace(found, evidence=counted))
+    def counted(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> dict[str, Tensor]:
+        """How many votes the label has, and the other one that has most."""
+        votes = evidence.found.sum(dim=2).long()
+        most = votes.scatter(1, labels[:, None], -1).amax(dim=1)
+        return {"votes.label": votes.gather(1, labels[:, None])[:, 0], "votes.runner_up": most}
 
     def copies(self, images: Float[Tensor, "b c h w"]) -> Copies:
         """Every view of every image."""
@@ -153,8 +99,7 @@ class ThresholdVotes(Smoothing):
     threshold: float = field(default=0.3, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.engine.precision not in ("fp32", "auto"):
-            raise InputError(f"{self.name} votes in float32; leave precision at fp32, not {self.engine.precision}")
+        self.require_precision("votes in float32")
         if not isinstance(self.engine, Measured):
             object.__setattr__(self, "engine", replace(self.engine, precision="fp32", compile=False))
         super().__post_init__()
@@ -162,7 +107,7 @@ class ThresholdVotes(Smoothing):
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"threshold": self.threshold}
 
-    def votes(self, images: Float[Tensor, "b c h w"]) -> Votes:
+    def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
         """Probabilities in float32. A vote is open where the log-odds of its class are within τ, and the rounding of a
         softmax, of the threshold's."""
         odds = log(self.threshold / (1 - self.threshold))
@@ -181,7 +126,7 @@ class ThresholdVotes(Smoothing):
         found = self.evaluator.evaluate(images, keep, self.copies(images), read, precision="fp32")
         passes = torch.full((len(images),), len(self.views), device=images.device)
         cast, low, high = found.unflatten(0, (len(images), len(self.views))).permute(2, 0, 3, 1).double()
-        return Votes(cast, low, high, passes)
+        return Evidence(cast, low, high, self.windows.to(images.device), passes)
 
 
 @dataclass(frozen=True)
@@ -197,18 +142,19 @@ class CountingVotes(Smoothing):
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"certificate": self.certificate}
 
-    def prove(self, votes: Votes, labels: Int64[Tensor, " b"]) -> Certificates:
-        windows = self.windows.to(labels.device)
-        later = torch.arange(votes.cast.shape[1], device=labels.device) >= labels[:, None]
+    def prove(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Certificates:
+        later = torch.arange(evidence.found.shape[1], device=labels.device) >= labels[:, None]
         ties = later.double()[:, :, None]  # a tie goes to the smaller label: 1 − 1[c < y] votes are to spare
-        count = counted_lead(votes.low, votes.high, labels, windows) + ties
-        exact = bounded_lead(votes.low, votes.high, labels, windows, least=0, most=1) + ties
-        each = {
-            name: certificates(lead, labels, windows, passes=votes.passes, above=0)
-            for name, lead in (("count", count), ("exact", exact))
+        # The patch turns at most Δ = max_p |A(p)| votes from y to c.
+        ours, theirs = (votes.sum(dim=2, keepdim=True) for votes in (evidence.of_label(labels), evidence.high))
+        leads = {
+            "count": ours - theirs - 2 * int(evidence.windows.sizes.max()),
+            "exact": self.lead(evidence, labels),
         }
+        each = {name: self.certificates(lead + ties, evidence, labels) for name, lead in leads.items()}
         both = {f"votes.{name}": found.certified for name, found in each.items()}
-        return replace(each[self.certificate], evidence={**both, **each["exact"].evidence})
+        shown = {**self.counted(evidence, labels), **both, **each["exact"].evidence}
+        return replace(each[self.certificate], evidence=shown)
 
 
 @dataclass(frozen=True)
@@ -232,11 +178,7 @@ class SmoothedViT(CountingVotes):
     name: ClassVar[str] = "smoothed-vit"
     Options: ClassVar[type[Any]] = SmoothedViTOptions
 
-    @property
-    def step(self) -> int:
-        return self.stride
-
-    def votes(self, images: Float[Tensor, "b c h w"]) -> Votes:
+    def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
         """A label that does not lead by τ in float32 may turn into any other."""
         self.evaluator.refresh()
         found = self.evaluator.answers(images, self.views.keep(images.device), self.copies(images))
@@ -245,30 +187,17 @@ class SmoothedViT(CountingVotes):
         shape = (len(images), len(self.views))
         read = found.label, (found.gap >= tau) & found.gap.isfinite(), found.passes
         label, sure, passes = (values.unflatten(0, shape).to(images.device) for values in read)
-        classes = self.classes(images)
-        votes, sure = torch.nn.functional.one_hot(label, classes).bool(), sure[:, :, None]
+        classes = getattr(self.classifier, "num_classes", None)
+        if classes is None:
+            classes = self.evaluator.evaluate(images[:1], None, Copies.unmasked(1), lambda logits, _: logits).shape[1]
+        votes, sure = torch.nn.functional.one_hot(label, int(classes)).bool(), sure[:, :, None]
         cast, low, high = (v.transpose(1, 2).double() for v in (votes, votes & sure, votes | ~sure))
-        return Votes(cast, low, high, passes.sum(dim=1))
-
-    def classes(self, images: Tensor) -> int:
-        known = getattr(self.classifier, "num_classes", None)
-        if known is None:
-            one = Copies.unmasked(1)
-            known = self.evaluator.evaluate(images[:1], None, one, lambda logits, _: logits).shape[1]
-        return int(known)
+        return Evidence(cast, low, high, self.windows.to(images.device), passes.sum(dim=1))
 
 
 @dataclass(frozen=True)
-class PatchGuardSmoothing(ThresholdVotes):
+class PatchGuardSmoothing(RobustMasking, ThresholdVotes):
     """Robust masking of the votes of de-randomized smoothing (PatchGuard-DS; Xiang et al., USENIX Security 2021)."""
 
     name: ClassVar[str] = "patchguard-smoothing"
     Options: ClassVar[type[Any]] = PatchGuardSmoothingOptions
-
-    def scores(self, votes: Tensor) -> Tensor:
-        return robust_masking(votes, self.windows.to(votes.device))
-
-    def prove(self, votes: Votes, labels: Int64[Tensor, " b"]) -> Certificates:
-        windows = self.windows.to(labels.device)
-        lead = robust_masking_lead(votes.low, votes.high, labels, windows)
-        return certificates(lead, labels, windows, passes=votes.passes, above=0)

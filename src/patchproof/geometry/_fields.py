@@ -42,10 +42,6 @@ class Windows:
         left = ~(inside & ~inside.T).any(dim=1)
         return Windows(self.touched[left], self.places[left])
 
-    def inside(self, values: Shaped[Tensor, "*b n"]) -> Shaped[Tensor, "*b a"]:
-        """Σ over A(p)."""
-        return values @ self.touched.to(values).T
-
     def outside(self, values: Shaped[Tensor, "*b n"]) -> Shaped[Tensor, "*b a"]:
         """Σ over the cells that p does not touch."""
         return values @ (~self.touched).to(values).T
@@ -61,31 +57,24 @@ class Fields:
     @classmethod
     def receptive(cls, image_size: Size, grid: Size, field: tuple[int, int, int]) -> Fields:
         """Of a network: cell r sees the pixels from offset + r·stride on, `size` of them; (size, stride, offset)."""
-        size, stride, offset = field
-
-        def axis(pixels: int, cells: int) -> Tensor:
-            start = offset + stride * torch.arange(cells)[:, None]
-            pixel = torch.arange(pixels)
-            return (pixel >= start) & (pixel < start + size)
-
-        return cls(axis(image_size[0], grid[0]), axis(image_size[1], grid[1]))
+        (size, stride, offset), axes = field, []
+        for pixels, cells in zip(image_size, grid, strict=True):
+            start, pixel = offset + stride * torch.arange(cells)[:, None], torch.arange(pixels)
+            axes.append((pixel >= start) & (pixel < start + size))
+        return cls(*axes)
 
     @classmethod
     def bands(cls, image_size: Size, ablation: Ablation, band: int, stride: int = 1) -> Fields:
         """Views of `band` columns (rows, or blocks of both) that start at 0, stride, 2·stride, … and wrap around."""
-        ablated = {"column": (False, True), "row": (True, False), "block": (True, True)}[ablation]
+        ablated, axes = {"column": (False, True), "row": (True, False), "block": (True, True)}[ablation], []
         for pixels, cut in zip(image_size, ablated, strict=True):
             if cut and not 1 <= band <= pixels:
                 raise InputError(f"band must be from 1 to the {pixels} pixels of the image, not {band}")
             if cut and not 1 <= stride <= pixels:
                 raise InputError(f"stride must be from 1 to the {pixels} pixels of the image, not {stride}")
-
-        def axis(pixels: int, cut: bool) -> Tensor:
-            if not cut:
-                return torch.ones(1, pixels, dtype=torch.bool)
-            return (torch.arange(pixels) - torch.arange(0, pixels, stride)[:, None]) % pixels < band
-
-        return cls(axis(image_size[0], ablated[0]), axis(image_size[1], ablated[1]))
+            starts = torch.arange(0, pixels, stride if cut else pixels)[:, None]
+            axes.append((torch.arange(pixels) - starts) % pixels < (band if cut else pixels))
+        return cls(*axes)
 
     def __len__(self) -> int:
         return len(self.rows) * len(self.columns)

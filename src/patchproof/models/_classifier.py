@@ -8,13 +8,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from patchproof.models._tokens import TokenPass, compiled_pass, masked_tokens, token_size
+from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, token_size
 from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
@@ -97,29 +98,45 @@ class ImageClassifier(Wrapped, nn.Module):
         drop_tokens: bool = False,
     ) -> None:
         super().__init__()
+        shift, scale, size = tuple(map(float, mean)), tuple(map(float, std)), tuple(map(int, input_size))
+        names, channels = None if class_names is None else tuple(class_names), len(shift)
+        if channels != len(scale) or not channels:
+            raise InputError(f"mean and std need one value per channel each, got {channels} and {len(scale)} values")
+        if not all(0 <= value <= 1 for value in shift):
+            raise InputError(f"mean must be within [0, 1] as the images are, got {shift}; divide 0-255 values by 255")
+        if not all(value > 0 and math.isfinite(value) for value in scale):
+            raise InputError(f"std must be positive and finite, got {scale}")
+        if len(size) != 2 or min(size) < 1:
+            raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {size}")
+        require_one_of("interpolation", interpolation, get_args(Interpolation))
+        if not (crop_pct > 0 and math.isfinite(crop_pct)):
+            raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
+        if num_classes < 1:
+            raise InputError(f"num_classes must be at least 1, got {num_classes}; a classifier needs a head")
+        if names is not None and len(names) != num_classes:
+            raise InputError(f"{num_classes} classes need as many class names, got {len(names)}")
+        if names is not None and len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
         self.module = module
-        self.shift: tuple[float, ...] = tuple(map(float, mean))
-        self.scale: tuple[float, ...] = tuple(map(float, std))
-        self.fill = self.shift
-        if fill is not None:
-            self.fill = fill
-            self.fill = mask_colour(self)
+        self.shift, self.scale = shift, scale
         # Not persistent: the state dict is the network's own; mean and std travel in classifier.json.
-        self.register_buffer("mean", torch.tensor(self.shift), persistent=False)
-        self.register_buffer("std", torch.tensor(self.scale), persistent=False)
-        self.input_size: Size = tuple(map(int, input_size))  # type: ignore[assignment]
-        self.num_classes = int(num_classes)
-        self.class_names: tuple[str, ...] | None = None if class_names is None else tuple(class_names)
+        self.register_buffer("mean", torch.tensor(shift), persistent=False)
+        self.register_buffer("std", torch.tensor(scale), persistent=False)
+        self.input_size: Size = size  # type: ignore[assignment]
+        self.num_classes, self.class_names = int(num_classes), names
         self.interpolation: Interpolation = interpolation
         self.crop_pct = float(crop_pct)
-        self.architecture = architecture or type(module).__name__
-        self.source = source
+        self.architecture, self.source = architecture or type(module).__name__, source
         self.model_args: dict[str, Any] = dict(model_args or {})
         self.history: Mapping[str, Any] = {}
         self.drop_tokens = drop_tokens
         self.token_size: Size | None = token_size(module) if drop_tokens else None
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
-        _check_settings(self)
+        self.fill = shift if fill is None else fill
+        self.fill = mask_colour(self)
+        if len(self.fill) != channels:
+            raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {self.fill}")
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
@@ -140,14 +157,15 @@ class ImageClassifier(Wrapped, nn.Module):
 
         None where the network cannot be converted; autocast may still run it.
         """
-        key = dtype, compiled
-        if key not in self._twins or self._twins[key].structure != structure_of(self.module):
+        twin = self._twins.get((dtype, compiled))
+        if twin is None or twin.structure != structure_of(self.module):
             shape = len(self.shift), *self.input_size
-            self._twins[key] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
-            if self.drop_tokens and compiled and self._twins[key].network is not None:
-                self._twins[key].token_pass = compiled_pass(self._twins[key].network)
-        network = self._twins[key].following(self.module)
-        return None if network is None else Lowered(self, network, dtype, self._twins[key].token_pass)
+            twin = self._twins[dtype, compiled] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
+            if self.drop_tokens and compiled and twin.network is not None:
+                # For any number of images and tokens.
+                twin.token_pass = torch.compile(partial(token_pass, twin.network), dynamic=True)
+        network = twin.following(self.module)
+        return None if network is None else Lowered(self, network, dtype, twin.token_pass)
 
     def refresh(self) -> None:
         """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
@@ -215,30 +233,6 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _check_settings(it: ImageClassifier) -> None:
-    channels, names = len(it.shift), it.class_names
-    if channels != len(it.scale) or not channels:
-        raise InputError(f"mean and std need one value per channel each, got {channels} and {len(it.scale)} values")
-    if not all(0 <= value <= 1 for value in it.shift):
-        raise InputError(f"mean must be within [0, 1] as the images are, got {it.shift}; divide 0-255 values by 255")
-    if not all(value > 0 and math.isfinite(value) for value in it.scale):
-        raise InputError(f"std must be positive and finite, got {it.scale}")
-    if len(it.fill) != channels:
-        raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {it.fill}")
-    if len(it.input_size) != 2 or min(it.input_size) < 1:
-        raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {it.input_size}")
-    require_one_of("interpolation", it.interpolation, get_args(Interpolation))
-    if not (it.crop_pct > 0 and math.isfinite(it.crop_pct)):
-        raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {it.crop_pct}")
-    if it.num_classes < 1:
-        raise InputError(f"num_classes must be at least 1, got {it.num_classes}; a classifier needs a head")
-    if names is not None and len(names) != it.num_classes:
-        raise InputError(f"{it.num_classes} classes need as many class names, got {len(names)}")
-    if names is not None and len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"class names must differ from each other, {twice!r} comes more than once")
-
-
 def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
     """The classifier's `fill` as plain numbers; None where it has none, which means mid-grey."""
     fill = getattr(classifier, "fill", None)
@@ -263,7 +257,7 @@ def weights_sha256(classifier: Classifier) -> str | None:
     """
     if isinstance(classifier, ImageClassifier):
         state = classifier.module.state_dict()
-        return network_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
+        return state_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
     members = getattr(classifier, "members", None)  # an ensemble's
     if members is not None:
         parts: list[Any] = [weights_sha256(member) for member in members]
@@ -274,17 +268,16 @@ def weights_sha256(classifier: Classifier) -> str | None:
     return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
 
 
-def network_sha256(state: Mapping[str, Tensor], mean: Tensor, std: Tensor, *, drop_tokens: bool) -> str:
-    """Of an ImageClassifier with these tensors and settings."""
-    beside = {"(mean)": mean, "(std)": std} | ({"(drop tokens)": torch.tensor(True)} if drop_tokens else {})
-    return state_sha256({**state, **beside})
-
-
-def state_sha256(state: Mapping[str, Tensor]) -> str:
+def state_sha256(
+    state: Mapping[str, Tensor], mean: Tensor | None = None, std: Tensor | None = None, *, drop_tokens: bool = False
+) -> str:
+    """Of these tensors, with the normalisation beside them where there is one."""
+    beside = {"(mean)": mean, "(std)": std, "(drop tokens)": torch.tensor(True) if drop_tokens else None}
     digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for name, tensor in sorted([*state.items(), *beside.items()]):
+        if tensor is not None:
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

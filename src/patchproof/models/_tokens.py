@@ -44,11 +44,6 @@ def token_pass(
     return vit.forward_head(vit.norm(tokens))
 
 
-def compiled_pass(vit: Any) -> TokenPass:
-    """`token_pass`, compiled for any number of images and tokens."""
-    return torch.compile(lambda tokens, seen: token_pass(vit, tokens, seen), dynamic=True)
-
-
 def masked_tokens(
     vit: Any,
     images: Float[Tensor, "b c h w"],

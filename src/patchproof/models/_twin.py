@@ -50,7 +50,7 @@ class Twin:
     def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
         exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether scaling is
         with torch.inference_mode(False), torch.no_grad(), exact:
-            device = next((t.device for t in _tensors(module)), torch.device("cpu"))
+            device = next((t.device for part in _parts(module) for t in _own(part)), torch.device("cpu"))
             images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
             try:
                 network = copy.deepcopy(module).eval().requires_grad_(False).to(memory_format=torch.channels_last)
@@ -230,11 +230,6 @@ def structure_of(module: nn.Module) -> Structure:
     return tuple((id(part), type(part).__name__, len(_own(part))) for part in _parts(module))
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers; one shared by several modules as often as it is shared."""
-    return [tensor for part in _parts(module) for tensor in _own(part)]
-
-
 def _parts(module: nn.Module) -> list[nn.Module]:
     """What `modules()` yields, in a third of the time: this is asked before every group of passes."""
     found, waiting = {id(module): module}, [module]
@@ -248,4 +243,4 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 def fingerprint(module: nn.Module) -> Fingerprint:
     """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do; not with `.data`."""
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in _tensors(module))
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for part in _parts(module) for t in _own(part))
