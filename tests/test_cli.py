@@ -492,7 +492,7 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
         ("ls defenses", "--masks, --exhaustive"),
         ("ls strategies", "greedy6x6"),
         ("ls recipes imagenette-vit-*", "imagenette-vit-greedy"),
-        ("ls recipes *-bagcert", "5px: 60.0 first cifar10-32px-bagnet"),
+        ("ls recipes *-32px-*-greedy", "first cifar10-32px-plain"),
     ],
 )
 def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):

@@ -203,7 +203,7 @@ def test_losses_are_refused_where_they_cannot_be_computed_and_described_where_th
         pp.Plan(loss="bagcer")
     classifier = load_classifier("small", "random", class_names=("red", "blue"), input_size=(16, 16))
     for loss, message in (
-        ("bagcert", "needs a network with local logits, e.g. bagnet9, not small"),
+        ("bagcert", "needs a network with local logits, e.g. bagnet5, not small"),
         ("ibp", "SmallRes"),
     ):
         with pytest.raises(InputError, match=message):

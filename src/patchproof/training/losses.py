@@ -126,7 +126,7 @@ class IntervalLoss:
 def bagcert(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
     if not hasattr(classifier, "local_logits"):
         raise InputError(
-            f"loss `bagcert` needs a network with local logits, e.g. bagnet9, not {classifier.architecture}"
+            f"loss `bagcert` needs a network with local logits, e.g. bagnet5, not {classifier.architecture}"
         )
     return BagCertHinge(threat)
 
