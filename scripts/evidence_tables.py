@@ -242,7 +242,8 @@ def demo_masks_table(results: list[Result]) -> Table:
     masks = sorted({r.masks for r in results})
     rows = [(s, *(cell(results, strategy=s, masks=m, star="") for m in masks)) for s in ("cutout", "greedy")]
     columns = (Column("strategy"), *(Column(f"{m}×{m}", group="certified") for m in masks))
-    words = f"n = {results[0].certified.n} of {results[0].available:,} test images. {notes(results, star=False, timed=False)[0]}"
+    beside = notes(results, star=False, timed=False)[0]
+    words = f"n = {results[0].certified.n} of {results[0].available:,} test images. {beside}"
     return Table("demo-masks", "The networks of make demo, any 5×5 patch", columns, tuple(rows), (words,))
 
 
