@@ -46,14 +46,14 @@ CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "im
 
 
 def notes(results: Sequence[Result], *, star: bool = True, timed: bool = True) -> tuple[str, ...]:
-    """Hardware, time, passes, seeds, and what the star means, where there is one; not `timed` where the machine had
-    other work, more for some runs than for others."""
+    """Hardware, time, passes, seeds, and what the star means, where there is one. Not `timed`: without the time of
+    certifications, where the machine had other work, more for some runs than for others."""
     if not results:
         return ()
     devices = sorted({r.device for r in results} | {r.training.manifest["device"] for r in results if r.training})
     trained = [r.training.seconds or 0.0 for r in results if r.training]
     words = [f"Hardware: {', '.join(devices)}.".replace(" 1 threads", " 1 thread")]
-    if trained and timed:
+    if trained:
         words.append(f"Training took {min(trained) / 60:.1f} to {max(trained) / 60:.1f} minutes per run.")
     for masks in sorted({r.masks for r in results}):
         some = [r for r in results if r.masks == masks]
