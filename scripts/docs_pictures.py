@@ -36,6 +36,7 @@ PAGES = (
 )
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# ([\w-]+\.py)\n")
+PROGRESS = re.compile(r"\d+/\d+  \d+:\d\d:\d\d, .* left  ")
 MOST_BYTES = 150_000
 
 PICTURES = {
@@ -67,7 +68,8 @@ class Place:
         return {**os.environ, **settings}
 
     def output_of(self, command: str) -> str:
-        """What one command line prints, errors included; a failure is part of the page too (its exit code is not)."""
+        """What one command line prints, errors included; a failure is part of the page too (its exit code is not).
+        Progress is left out: it tells of the machine's other work."""
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
@@ -76,7 +78,8 @@ class Place:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        return "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").split("\n") if line.strip())
+        lines = [line.rstrip() for line in done.stdout.split("\n") if line.strip() and not PROGRESS.match(line)]
+        return "".join(f"{line}\n" for line in lines)
 
 
 def refreshed(page: str, place: Place) -> str:

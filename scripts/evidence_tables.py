@@ -45,19 +45,21 @@ CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "im
 """What the records cannot know about how an experiment was run."""
 
 
-def notes(results: Sequence[Result], *, star: bool = True) -> tuple[str, ...]:
-    """Hardware, time, passes, seeds, and what the star means, where there is one."""
+def notes(results: Sequence[Result], *, star: bool = True, timed: bool = True) -> tuple[str, ...]:
+    """Hardware, time, passes, seeds, and what the star means, where there is one. Not `timed`: without the time of
+    certifications, where the machine had other work, more for some runs than for others."""
     if not results:
         return ()
     devices = sorted({r.device for r in results} | {r.training.manifest["device"] for r in results if r.training})
     trained = [r.training.seconds or 0.0 for r in results if r.training]
-    words = [f"Hardware: {', '.join(devices)}."]
+    words = [f"Hardware: {', '.join(devices)}.".replace(" 1 threads", " 1 thread")]
     if trained:
         words.append(f"Training took {min(trained) / 60:.1f} to {max(trained) / 60:.1f} minutes per run.")
     for masks in sorted({r.masks for r in results}):
         some = [r for r in results if r.masks == masks]
         passes, seconds = _between([r.passes for r in some]), _between([r.seconds for r in some])
-        words.append(f"{masks}×{masks} masks: {passes} passes per image, {seconds} s per certification.")
+        taken = f", {seconds} s per certification" if timed else ""
+        words.append(f"{masks}×{masks} masks: {passes} passes per image{taken}.")
     words += sorted({CONDITIONS[r.experiment] for r in results if r.experiment in CONDITIONS})
     words.append(f"Seeds: {', '.join(str(s) for s in sorted({r.seed for r in results}))}.")
     parts = [r for r in results if r.certified.n < r.available]
@@ -240,7 +242,8 @@ def demo_masks_table(results: list[Result]) -> Table:
     masks = sorted({r.masks for r in results})
     rows = [(s, *(cell(results, strategy=s, masks=m, star="") for m in masks)) for s in ("cutout", "greedy")]
     columns = (Column("strategy"), *(Column(f"{m}×{m}", group="certified") for m in masks))
-    words = f"n = {results[0].certified.n} of {results[0].available:,} test images. {notes(results, star=False)[0]}"
+    beside = notes(results, star=False, timed=False)[0]
+    words = f"n = {results[0].certified.n} of {results[0].available:,} test images. {beside}"
     return Table("demo-masks", "The networks of make demo, any 5×5 patch", columns, tuple(rows), (words,))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections import Counter
@@ -113,6 +114,17 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("commands"))
     yield server
     server.close()
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the library says in passing during a test, also if it has said it before."""
+    from patchproof.types import note
+
+    said: list[str] = []
+    note.cache_clear()
+    monkeypatch.setattr(logging.getLogger("patchproof"), "warning", said.append)
+    return said
 
 
 @pytest.fixture

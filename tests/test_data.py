@@ -107,7 +107,7 @@ def test_grey_and_alpha_over_white(tmp_path: Path, mode: str, color: object, exp
     assert pixel(decode(save(tmp_path / "a.png", Image.new(mode, (3, 2), color)))) == expected
 
 
-def test_palettes_first_frames_cmyk_and_orientation(tmp_path: Path) -> None:
+def test_palettes_first_frames_cmyk_and_orientation(tmp_path: Path, notes: list[str]) -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
@@ -122,8 +122,16 @@ def test_palettes_first_frames_cmyk_and_orientation(tmp_path: Path) -> None:
         image = decode(save(tmp_path / name, Image.new("CMYK", (16, 16), (0, 128, 255, 51))))
         assert np.abs(np.subtract(pixel(image), (204, 102, 0))).max() <= 3
     exif = Image.Exif()
+    exif[0x0112] = 1
+    decode(save(tmp_path / "upright.jpg", noise(8, 20), exif=exif))
+    assert not notes
     exif[0x0112] = 6
     assert decode(save(tmp_path / "turned.jpg", noise(8, 20), exif=exif)).size == (20, 8)
+    assert [note[:57] for note in notes] == ["some images have an EXIF orientation, which is not applied"[:57]]
+    tagged = (tmp_path / "turned.jpg").read_bytes()
+    broken = tagged.replace(b"MM\0*", b"MM\0?").replace(b"II*\0", b"II?\0")
+    assert broken != tagged
+    assert decode(io.BytesIO(broken)).size == (20, 8)
 
 
 GREY16 = np.array([[0, 127, 129, 257, 300, 32768, 65406, 65535]], dtype=np.uint16)

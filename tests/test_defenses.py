@@ -62,6 +62,25 @@ def test_a_description_is_json_and_differs_where_certificates_could():
     assert len({json.dumps(each, sort_keys=True) for each in described}) == len(described)
 
 
+@pytest.mark.parametrize(
+    ("kind", "per_axis", "patches", "remarked"),
+    [
+        (pp.PatchCleanser, 3, 1, 0),
+        (pp.PatchCleanser, 1, 1, 1),
+        (pp.PatchCleanser, (1, 2), 1, 1),
+        (pp.PatchCleanser, 2, 2, 1),
+        (pp.PatchCleanser, 3, 2, 0),
+        (pp.Alarm, 1, 1, 1),
+        (pp.Alarm, (1, 2), 1, 0),
+        (pp.Alarm, 2, 2, 0),
+    ],
+)
+def test_masks_that_leave_nothing_of_an_image_are_remarked_on(kind, per_axis, patches, remarked, notes):
+    threat = pp.PatchThreat((28, 28), ((5, 5),), patches)
+    kind(torch.relu, pp.covering_masks(threat, per_axis=per_axis), threat)
+    assert [note[:37] for note in notes] == ["some masked copies show nothing of th"] * remarked
+
+
 def test_two_patches_are_for_defences_that_say_so_and_described_where_there_are_two(monkeypatch):
     two = pp.PatchThreat(THREAT.image_size, THREAT.patch_sizes, patches=2)
     for name in ("patchcleanser", "alarm"):

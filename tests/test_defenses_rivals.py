@@ -387,11 +387,46 @@ def test_a_receptive_field_that_was_refused_is_refused_again():
             defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
 
 
+@pytest.mark.parametrize(
+    ("name", "patch", "words"),
+    [
+        ("smoothed-vit", 3, None),  # 2·4 of 9 views
+        ("smoothed-vit", 4, "one patch of 1×4 pixels can touch 5 of 9 views; take a smaller patch, or a smaller band"),
+        ("derandomized-smoothing", 3, None),
+        ("derandomized-smoothing", 4, "can touch 5 of 9 views"),
+        ("patchguard-smoothing", 4, "can touch 5 of 9 views"),
+        ("clipped-bagnet", 3, None),  # 2·4 of 10 cells
+        ("clipped-bagnet", 4, "can touch 5 of 10 cells; take a smaller patch, or a network of smaller receptive field"),
+        ("bagcert", 4, "can touch 5 of 10 cells"),
+        ("patchguard-bagnet", 4, "can touch 5 of 10 cells"),
+    ],
+)
+def test_a_defence_that_can_certify_no_image_says_so_once(name, patch, words, notes):
+    """And only then: where it says nothing, an image that speaks for one class alone is certified."""
+    scripted = Scripted(torch.full((10, CLASSES), -100.0), torch.full((1, 10, CLASSES), -100.0))
+    options = {"band": 2, "engine": measured()} if "smooth" in name else {}
+    options |= {"stride": 1} if name == "smoothed-vit" else {}
+    defense = pp.defense(name, scripted, pp.PatchThreat(SIZE, ((1, patch),)), **options)
+    image = torch.zeros(1, 1, *SIZE)
+    assert not defense.certify(image, torch.tensor([1])).certified.any()
+    assert not defense.certify(image, torch.tensor([2])).certified.any()
+    scripted.clean[:, 0] = 100.0
+    assert defense.certify(image, torch.tensor([0])).certified.all() == (words is None)
+    assert len(notes) == (words is not None)
+    if words:
+        assert notes[0].startswith(f"no image can be certified by {name}")
+        assert words in notes[0]
+
+
 def bad_inputs() -> Iterator[Any]:
     scripted = Scripted(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
     image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
     plain = lambda images: images.new_zeros(len(images), CLASSES)  # noqa: E731
-    yield lambda: pp.defense("bagcert", plain, THREAT), InputError, "needs a classifier with `local_logits`"
+    yield (
+        lambda: pp.defense("bagcert", plain, THREAT),
+        InputError,
+        "needs a classifier with `local_logits`.*train --recipe",
+    )
     yield lambda: pp.defense("bagcert", Sized(scripted.clean, scripted.attacks), THREAT), (
         InputError), r"receptive_field must be \(size, stride, offset\)"  # fmt: skip
     yield lambda: pp.defense("bagcert", Single(scripted.clean, scripted.attacks), THREAT).certify(image, label), (

@@ -102,6 +102,14 @@ def test_square_side_is_the_smallest_side_that_holds_the_share(image_size):
         assert square_side(float(text), image_size) == reference.square_side(text, image_size), text
 
 
+def test_a_share_that_was_meant_as_a_fraction_is_remarked_on(notes):
+    assert square_side(3, (64, 64)) == 12
+    assert square_side(0.1, (64, 64)) == 3
+    assert not notes
+    assert square_side(0.03, (64, 64)) == 2
+    assert notes == ["0.03 percent of the image is a patch of 2×2 pixels; for three percent give 3"]
+
+
 def test_square_side_is_exact_where_the_product_of_floats_is_not():
     percents = {side: side * side / 2500 for side in range(1, 501)}  # of 500×500 pixels: exactly side² of them
     for naive in (lambda percent: percent / 100 * 500 * 500, lambda percent: percent * 500 * 500 / 100):
@@ -241,6 +249,13 @@ def test_keep_is_false_exactly_on_the_masks(masks):
     assert keep[:, 0].tolist() == reference.keep(masks.image_size, boxes(masks.rects))
 
 
+@given(mask_sets(side=4, masks=5))
+def test_what_hides_the_whole_image_is_found(masks):
+    shown = masks.keep()[:, 0].flatten(1)
+    assert masks.hide_all(1) == (not shown.any(dim=1).all())
+    assert masks.hide_all(2) == (not all((a & b).any() for a in shown for b in shown))
+
+
 def test_keep_lies_on_the_device_asked_for():
     masks = covering_masks(threat_of(8, 2), per_axis=2)
     assert masks.keep("meta").device == torch.device("meta")
@@ -364,6 +379,8 @@ def test_a_patch_size_given_twice_is_one_threat():
     masks = MaskSet((5, 5), (Rect(0, 0, 3, 3),))
     once, twice = PatchThreat((5, 5), ((2, 2),)), PatchThreat((5, 5), ((2, 2), (2, 2)))
     assert len(masks.uncovered(twice)) == len(masks.uncovered(once))
+    assert twice == once
+    assert twice.words == "one patch of 2×2 pixels"
 
 
 def test_uncovered_refuses_a_threat_for_another_image_size():

@@ -104,7 +104,7 @@ REFUSED = {
     "in fp16; use a wider precision": (lambda: linear(weight=1e6), {"precision": "fp16"}),
     "has 3 classes, 10 were expected": (linear, {"num_classes": 10}),
     "has 1 classes, at least 2 were expected": (lambda: lambda x: x.flatten(1)[:, :1], {"num_classes": None}),
-    r"fails on images of \(1, 8, 8\) .* is that the size it was built for": (
+    r"fails on images of \(1, 8, 8\) .* is it built for that shape": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 3)).eval(),
         {},
     ),

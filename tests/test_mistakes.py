@@ -136,6 +136,7 @@ def test_what_a_forward_returns_or_raises_is_said_wherever_it_is_called(turn, wo
         with pytest.raises(pp.CheckError, match=words) as caught:
             ask()
         assert isinstance(caught.value.__cause__, KeyError) == ("KeyError" in words)
+        assert "built for" not in str(caught.value), "it is not the shape of the images"
 
 
 def test_constructors_name_the_parameter():

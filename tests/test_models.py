@@ -763,7 +763,10 @@ def test_an_incomplete_checkpoint_is_refused(saved: Path, name: str) -> None:
     with pytest.raises(InputError, match=f"{name} is damaged"):
         load_checkpoint(saved)
     path.unlink()
-    with pytest.raises(InputError, match=f"is no checkpoint: {name} is missing"):
+    with pytest.raises(InputError, match=f"is no checkpoint: {name} is missing; give a checkpoint"):
+        load_checkpoint(saved)
+    (saved / "checkpoint-last").mkdir()
+    with pytest.raises(InputError, match=r"is missing; did you mean .*/checkpoint-last"):
         load_checkpoint(saved)
 
 
@@ -852,9 +855,11 @@ def test_labels_match_by_name_and_without_names_by_number(small: ImageClassifier
     assert match_labels(["n01440764", "n02102040", "n03888257"], zoo) == [0, 217, 701]
     assert match_labels(["c", "a"], small) == [2, 0]
     with pytest.raises(
-        InputError, match=r"1 of the data set's 2 classes are not among the classifier's 10, e.g. zebra"
+        InputError, match=r"^1 of the 2 classes of the data set is not among the classifier's 10, e.g. zebra"
     ):
         match_labels(["a", "zebra"], small)
+    with pytest.raises(InputError, match=r"^2 of the 2 classes of mine are not among"):
+        match_labels(["ass", "zebra"], small, "mine")
     with pytest.raises(InputError, match=r"as the classifier does \(`french Horn` is its n03394916\)$"):
         match_labels(["n01440764", "french Horn", "Fallschirm"], zoo)
     assert match_labels(["x", "y"], wrap()) == [0, 1]

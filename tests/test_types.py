@@ -27,6 +27,8 @@ labels = torch.zeros(4, dtype=torch.int64)
 def classifier(images):
     return images.float().flatten(1)[:, :3]
 defense = pp.PatchCleanser(classifier, masks, threat)
+def strategy(name="memory", **given):
+    return pp.masking_strategy(name, **dict(image_size=(8, 8), generator=torch.Generator()) | given)
 def own(*parts):
     described = dict(name="own", guarantee="recovery", threat=threat, describe=dict, predict=lambda images: labels)
     return SimpleNamespace(**described, certify=lambda images, labels: parts and pp.Certificates(*parts))
@@ -83,12 +85,39 @@ WRONG = {
     "Preprocessing(resize=[8, 8])": "resize and crop are tuples (height, width)",
     "Preprocessing(8, crop=[8, 8])": "resize and crop are tuples (height, width)",
     "Preprocessing(8, crop=(8, 8), cover=True)": "an image can cover a (height, width), not 8",
+    "Preprocessing('224')": "resize must be a whole number or (height, width) in whole pixels or None, not '224'",
+    "Preprocessing(224.5)": "resize must be a whole number or (height, width) in whole pixels or None, not 224.5",
+    "Preprocessing(True)": "resize must be a whole number or (height, width) in whole pixels or None, not True",
+    "Preprocessing((8, 8.5))": "resize must be a whole number or (height, width) in whole pixels or None, not (8, 8.5)",
+    "Preprocessing(8, crop=224)": "crop must be (height, width) in whole pixels or None, not 224",
+    "Preprocessing(8, crop='22')": "crop must be (height, width) in whole pixels or None, not '22'",
+    "Preprocessing(8, antialias=1)": "antialias must be True or False, not 1",
+    "strategy(3)": "name must be text, not 3",
+    "strategy(generator=None)": "generator must be a torch.Generator, not None",
+    "strategy(engine=3)": "engine must be a pp.Engine or None, not 3",
+    "strategy(masks=masks)": "masks must be (a pp.MaskSet, a pp.MaskSet) or None, not MaskSet(",
+    "strategy(masks=(masks,))": "masks must be (a pp.MaskSet, a pp.MaskSet) or None, not (MaskSet(",
+    "strategy(tries=2)": "tries must be (a whole number, a whole number, a whole number, a whole number), not 2",
+    "strategy(refresh=1.5)": "refresh must be a whole number, not 1.5",
+    "pp.open_dataset(3)": "dataset must be text or a path, not 3",
+    "pp.open_dataset(['mine'])": "dataset must be text or a path, not ['mine']",
+    "pp.open_dataset('mine', split=3)": "split must be text or None, not 3",
+    "pp.open_dataset('cifar10', data_dir=3)": "data_dir must be a path or None, not 3",
+    "pp.load_checkpoint(3)": "folder must be a path, not 3",
+    "pp.load_classifier('small', 3)": "weights must be text, not 3",
+    "pp.load_classifier('small', 'random', num_classes='4')": "num_classes must be a whole number or None, not '4'",
+    "pp.load_classifier('small', 'random', num_classes=0)": "num_classes must be at least 1, not 0",
+    "pp.Ensemble([classifier, 3])": "members must be a list of at least one classifier, e.g. pp.Ensemble([first, secon",
+    "pp.Ensemble([classifier, lambda images: images[:, 0, 0]])(images)": "agree in their classes: they have [3, 8]",
 }
 
 RIGHT = (
     "hash(pp.PatchThreat([8, numpy.int64(8)], [[2, 2]])) == hash(threat)",
     "pp.PatchThreat([8, numpy.int64(8)], [[2, 2]]) == threat",
     "not pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)]).uncovered(threat)",
+    "Preprocessing(numpy.int64(8)) == Preprocessing(8)",
+    "strategy(image_size=numpy.array([8, 8])).mask_sets == strategy().mask_sets",
+    "pp.open_dataset('fashion-mini', data_dir='x').split == 'test'",
     "hash(pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)])) == hash(pp.MaskSet((8, 8), (pp.Rect(0, 0, 8, 8),)))",
 )
 

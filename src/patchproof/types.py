@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache, wraps
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +27,9 @@ Size = tuple[int, int]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 PrecisionChoice = Literal["fp32", "tf32", "bf16", "fp16", "auto"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class PatchproofError(Exception):
@@ -43,6 +52,64 @@ def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
     """Refuse a word that would otherwise be taken for some other: annotations alone stop nobody."""
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+KINDS: Mapping[Any, tuple[Any, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "text"),
+    Path: ((str, os.PathLike), "a path"),
+    bool: (bool, "True or False"),
+    NoneType: (NoneType, "None"),
+}
+"""What may stand for a type, and what a message calls it."""
+
+
+def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
+    """Refuse values that the annotations of a function or class rule out: annotations alone stop nobody.
+
+    Looked at are plain types and classes, tuples of so many of them (in any collection), and alternatives.
+    """
+    hints = get_type_hints(annotated)
+    for name, value in values.items():
+        if not _fits(value, hints.get(name, Any)):
+            raise InputError(f"{name} must be {_words(hints[name])}, not {value!r:.60}")
+
+
+def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, with `require_kinds` of its arguments before it."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        require_kinds(function, inspect.signature(function).bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple and Ellipsis not in parts:
+        return isinstance(value, Collection) and len(value) == len(parts) and all(map(_fits, value, parts))
+    if origin is not None or hint is Any or not isinstance(hint, type):
+        return True
+    return isinstance(value, KINDS.get(hint, (hint,))[0]) and (hint is bool or not isinstance(value, bool))
+
+
+def _words(hint: Any) -> str:
+    parts = get_args(hint)
+    if get_origin(hint) is tuple:
+        return "(height, width) in whole pixels" if hint == Size else f"({', '.join(map(_words, parts))})"
+    package = getattr(hint, "__module__", "").partition(".")[0].replace("patchproof", "pp")
+    return " or ".join(map(_words, parts)) or KINDS.get(hint, (hint, f"a {package}.{hint.__name__}"))[1]
+
+
+@cache
+def note(words: str) -> None:
+    """Say something that a user should know and that stops nothing, once per process."""
+    logging.getLogger("patchproof").warning(words)
 
 
 def kind_of(value: Any) -> str:
@@ -77,6 +144,7 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if isinstance(self.resize, list) or isinstance(self.crop, list):
             raise InputError(f"resize and crop are tuples (height, width), not {self.resize} and {self.crop}")
+        require_kinds(Preprocessing, vars(self))
         if self.cover and not isinstance(self.resize, tuple):
             raise InputError(f"an image can cover a (height, width), not {self.resize}")
         sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (

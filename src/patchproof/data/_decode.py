@@ -7,14 +7,14 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
-from patchproof.types import CheckError, Size
+from patchproof.types import CheckError, Size, note
 
 File = str | os.PathLike[str] | io.BytesIO | io.BufferedReader
 
@@ -96,6 +96,9 @@ def _opened(file: File) -> Iterator[Image.Image]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """As `decode` says, of an image of any mode; ValueError where its grey levels mean nothing."""
     image.load()
+    with suppress(Exception):  # tags may be damaged
+        if image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            note("some images have an EXIF orientation, which is not applied: they may be seen lying on their side")
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_grey(np.asarray(image), transparent=image.info.get("transparency"))).convert("RGB")
     if image.has_transparency_data:

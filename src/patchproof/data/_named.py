@@ -13,7 +13,7 @@ from tarfile import TarError
 import numpy as np
 
 from patchproof.data._sources import ArraySource, ImageSource, class_folders, open_class_folders
-from patchproof.types import InputError
+from patchproof.types import InputError, typed
 
 DEFAULT_DATA_DIR = Path("data")
 _VALIDATION = ("val", "validation", "valid")
@@ -51,8 +51,9 @@ DATASETS = tuple(_KNOWN)
 """The names `open_dataset` knows; anything else must be a folder of class folders."""
 
 
+@typed
 def open_dataset(
-    dataset: str, *, data_dir: Path | None = None, split: str | None = None, download: bool = False
+    dataset: str | Path, *, data_dir: Path | None = None, split: str | None = None, download: bool = False
 ) -> ImageSource:
     """The images of a named set under `data_dir`, or of a folder of class folders.
 
@@ -61,14 +62,14 @@ def open_dataset(
     folder may hold the class folders itself (its split is then "all") or one folder of them per split.
     """
     if dataset in _KNOWN:
-        return _open_named(dataset, Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
+        return _open_named(str(dataset), Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
     if not folder.is_dir():
         known = {path.name.lower(): str(path) for path in folder.parent.glob("*/")} | {name: name for name in DATASETS}
         near = get_close_matches(folder.name.lower(), known, n=1)
         hint = f"did you mean {known[near[0]]!r}? A" if near else "a"
         raise InputError(
-            f"unknown dataset {dataset!r}: no such folder, and not one of {', '.join(DATASETS)}; "
+            f"unknown dataset {str(dataset)!r}: no such folder, and not one of {', '.join(DATASETS)}; "
             f"{hint} folder of class folders is also accepted"
         )
     name = folder.resolve().name

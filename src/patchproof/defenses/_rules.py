@@ -12,6 +12,7 @@ from torch import Tensor
 from patchproof.defenses._base import Assessment, Certificates, OwnDefense, require_labels
 from patchproof.geometry import Windows
 from patchproof.masking import require_images
+from patchproof.types import note
 
 NUMBERS_AT_ONCE = 1 << 24
 """That a rule holds in memory: some 130 MB."""
@@ -44,6 +45,8 @@ class EvidenceDefense(OwnDefense):
     least: ClassVar[float] = 0
     most: ClassVar[float] = 1
     above: ClassVar[float] = 0
+    parts: ClassVar[tuple[str, str]] = "cells", "a network of smaller receptive field"
+    """What speaks, and what a patch touches less of."""
 
     def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
         raise NotImplementedError
@@ -89,7 +92,22 @@ class EvidenceDefense(OwnDefense):
         predictions = self.scores(evidence.found, evidence.windows).argmax(dim=1)
         asked = predictions if labels is None else labels.to(images.device)
         require_labels(asked, len(images), classes=evidence.found.shape[1])
-        return Assessment(predictions, self.prove(evidence, asked))
+        proof = self.prove(evidence, asked)
+        if len(images) and not proof.certified.any():
+            self.note_hopeless(evidence.windows)
+        return Assessment(predictions, proof)
+
+    def note_hopeless(self, windows: Windows) -> None:
+        """Say so where not even an image can be certified that speaks for class 0 with all it has."""
+        cells, label = windows.touched.shape[1], windows.places.new_zeros(1)
+        most = torch.tensor([self.most, self.least], dtype=torch.float64, device=label.device)
+        best = most[None, :, None].expand(1, 2, cells)
+        if not self.prove(Evidence(best, best, best, windows, label), label).certified.any():
+            things, smaller = self.parts
+            note(
+                f"no image can be certified by {self.name}: {self.threat.words} can touch {int(windows.sizes.max())} "
+                f"of {cells} {things}; take a smaller patch, or {smaller}"
+            )
 
 
 class RobustMasking(EvidenceDefense):

@@ -17,7 +17,7 @@ from patchproof.defenses._base import Certificates, EvaluatedDefense, device_of,
 from patchproof.geometry import MaskSet, PatchThreat
 from patchproof.masking import Copies, Engine, Evaluator, masks_for, require_images
 from patchproof.models import mask_colour
-from patchproof.types import Classifier, InputError, kind_of
+from patchproof.types import Classifier, InputError, kind_of, note
 
 BLOCK = 4
 """Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
@@ -148,6 +148,8 @@ class MaskedDefense(EvaluatedDefense):
     evaluator: Evaluator = field(init=False, repr=False, compare=False)
 
     evidence: ClassVar[Sequence[str]] = ("witness",)
+    together: ClassVar[int] = 2
+    """Masks that hide pixels of a copy."""
     most_patches: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -167,6 +169,11 @@ class MaskedDefense(EvaluatedDefense):
             raise InputError(
                 f"masks do not cover the threat: {len(missed)} {what} are hidden by no mask, "
                 f"e.g. {next(iter(missed))}; build them with covering_masks(threat, per_axis=…)"
+            )
+        if self.masks.hide_all(self.together):
+            note(
+                "some masked copies show nothing of the image, so only images of one class can be certified; take a "
+                "smaller patch, or more masks per axis"
             )
         object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 

@@ -34,6 +34,7 @@ class Alarm(MaskedDefense):
 
     name: ClassVar[str] = "alarm"
     guarantee: ClassVar[Guarantee] = "detection"
+    together: ClassVar[int] = 1
     Options: ClassVar[type[Any]] = AlarmOptions
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:

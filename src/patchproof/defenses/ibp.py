@@ -122,7 +122,7 @@ class IntervalBounds(OwnDefense):
         """What to begin with, central ones first, where a patch hides the object more often: a few positions alone, and
         all of them in squares of `TOGETHER`."""
         singles, squares = [], []
-        for height, width in dict.fromkeys(self.threat.patch_sizes):
+        for height, width in self.threat.patch_sizes:
             rows, columns = self.threat.image_size[0] - height + 1, self.threat.image_size[1] - width + 1
             singles += [(r, c, 1, 1, height, width) for r in range(rows) for c in range(columns)]
             squares += [

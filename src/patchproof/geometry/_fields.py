@@ -91,7 +91,7 @@ class Fields:
     def touched_by(self, threat: PatchThreat, *, nested: bool = False) -> Windows:
         """A(p) for every patch of 𝓡, by counting pixels; with `nested`, also those inside another one."""
         touched, places = [], []
-        for height, width in dict.fromkeys(threat.patch_sizes):
+        for height, width in threat.patch_sizes:
             rows, tops = _touched(self.rows, height, nested=nested)
             columns, lefts = _touched(self.columns, width, nested=nested)
             touched.append((rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1))

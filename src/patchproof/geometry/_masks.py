@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, Size, note
 
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
@@ -82,7 +82,10 @@ def square_side(percent: float, image_size: Size) -> int:
         raise InputError(f"a patch covers more than 0 and at most 100 percent of the image, not {percent:g}")
     area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100
     side = isqrt(area.numerator // area.denominator)
-    return side if side * side >= area else side + 1
+    side += side * side < area
+    if percent < 0.1:
+        note(f"{percent:g} percent of the image is a patch of {side}×{side} pixels; for three percent give 3")
+    return side
 
 
 def parse_size(text: str) -> Size:
@@ -132,7 +135,8 @@ class PatchThreat:
         sizes: Any = self.patch_sizes or ()
         if not isinstance(sizes, Iterable) or any(isinstance(size, int) for size in sizes):
             raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {sizes!r:.60}")
-        object.__setattr__(self, "patch_sizes", tuple(whole_size(size, "a patch size") for size in sizes))
+        sizes = dict.fromkeys(whole_size(size, "a patch size") for size in sizes)
+        object.__setattr__(self, "patch_sizes", tuple(sizes))
         height, width = self.image_size
         if height < 1 or width < 1:
             raise InputError(f"the image must have at least one pixel, not {height}×{width}")
@@ -269,6 +273,14 @@ class MaskSet:
                 cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
         return rows, columns, cells
 
+    def hide_all(self, together: int) -> bool:
+        """Whether one mask, or `together` = 2 of them, can hide the whole image."""
+        hidden = self._cells[2].reshape(len(self), -1)
+        if together == 1:
+            return bool(hidden.all(axis=1).any())
+        # One of the two hides the first pixel.
+        return any(bool((hidden | mask).all(axis=1).any()) for mask in hidden[hidden[:, 0]])
+
     def uncovered(self, threat: PatchThreat) -> Uncovered:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering; of two patches, the pairs (r, r′)."""
         if threat.image_size != self.image_size:
@@ -278,7 +290,7 @@ class MaskSet:
         rows, columns, cells = self._cells
         boxes: list[Box] = []
         hidden_parts: list[Bool[np.ndarray, "n boxes"]] = []
-        for height, width in dict.fromkeys(threat.patch_sizes):
+        for height, width in threat.patch_sizes:
             (tops, down), (lefts, across) = _touches(rows, height), _touches(columns, width)
             hidden_parts.append((down @ (~cells).astype(np.float32) @ across.T == 0).reshape(len(self), -1))
             boxes += [((height, width), range(*y), range(*x)) for y, x in product(pairwise(tops), pairwise(lefts))]

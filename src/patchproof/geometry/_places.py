@@ -43,16 +43,14 @@ def every_pair(places: Int64[Tensor, "p 4"]) -> Int64[Tensor, "q 2 4"]:
 
 def all_places(threat: PatchThreat) -> Int64[Tensor, "p 4"]:
     """Every place of one patch of 𝓡, size by size and row by row."""
-    height, width = threat.image_size
-    sizes = dict.fromkeys(threat.patch_sizes)
+    (height, width), sizes = threat.image_size, threat.patch_sizes
     return torch.tensor([(*at, h, w) for h, w in sizes for at in product(range(height - h + 1), range(width - w + 1))])
 
 
 def grid_places(threat: PatchThreat, count: int) -> Int64[Tensor, "p *k 4"]:
     """At most `count` places, evenly taken from a k × k grid for each patch size, k as small as gives so many; of two
     patches, pairs of them."""
-    height, width = threat.image_size
-    sizes = dict.fromkeys(threat.patch_sizes)
+    (height, width), sizes = threat.image_size, threat.patch_sizes
     singles = count if threat.patches == 1 else 1 + math.ceil(math.sqrt(2 * count))
     k = math.ceil(math.sqrt(singles / len(sizes)))
 

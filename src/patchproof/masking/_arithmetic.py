@@ -91,9 +91,10 @@ def network(
         [name for name, m in classifier.named_modules() if m.training] if isinstance(classifier, nn.Module) else []
     )
     if training:
+        count = f"{len(training)} module{'' if len(training) == 1 else 's'}"
         raise CheckError(
-            f"the classifier is in training mode ({len(training)} modules, e.g. {training[0] or 'itself'}), so its "
-            "answers change; call classifier.eval() first"
+            f"the classifier is in training mode ({count}, e.g. {training[0] or 'itself'}), so its answers change; "
+            "call classifier.eval() first"
         )
     dtype = AUTOCAST.get(precision)
     offered = getattr(classifier, "lowered", None) if dtype is not None or compiled else None

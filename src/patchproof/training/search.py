@@ -22,7 +22,7 @@ from patchproof.geometry import Fields, MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.settings import Ablation, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
-from patchproof.types import Classifier, InputError
+from patchproof.types import Classifier, InputError, require_kinds
 
 CUTOUT_SHARE = 128 / 224
 """Side of a Cutout square as a share of the image's side (PatchCleanser: 128 at 224)."""
@@ -331,6 +331,7 @@ class Memory(MultiSizeGreedy):
     refresh: int = 0
 
     def __post_init__(self) -> None:
+        require_kinds(Memory, {"tries": self.tries, "refresh": self.refresh})
         super().__post_init__()
         if min(self.tries) < 1:
             raise InputError(f"tries must be at least 1 in each round, not {self.tries}")

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchproof.geometry import MaskSet, PatchThreat, covering_masks
+from patchproof.geometry import MaskSet, PatchThreat, covering_masks, whole_size
 from patchproof.masking import Engine
 from patchproof.training.search import (
     Cutout,
@@ -31,7 +31,7 @@ from patchproof.training.search import (
     RandomMasks,
     RandomView,
 )
-from patchproof.types import Classifier, InputError, Size, kind_of
+from patchproof.types import Classifier, InputError, Size, kind_of, typed
 
 TRAINING_PERCENT = 3.0
 """The paper trains with the masks of the 3% patch (100 and 69 pixels at 224), whatever patch it certifies."""
@@ -108,6 +108,7 @@ STRATEGIES = {
 """Views of other widths go by their names too, e.g. `column8`."""
 
 
+@typed
 def masking_strategy(
     name: str,
     *,
@@ -122,9 +123,10 @@ def masking_strategy(
     `options` are its own, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` of `memory`.
     """
     require_strategy(name)
-    pair = masks or training_masks(image_size)
-    if any(m.image_size != image_size for m in pair):
-        raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {image_size}")
+    size = whole_size(image_size, "image_size")
+    pair = masks or training_masks(size)
+    if any(m.image_size != size for m in pair):
+        raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {size}")
     entry: Any = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
     known = [option for option in inspect.signature(entry.kind).parameters if option not in Named.__match_args__]
