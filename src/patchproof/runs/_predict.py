@@ -31,6 +31,7 @@ from patchproof.defenses import (
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
+from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import as_judge
 from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
@@ -92,6 +93,7 @@ def predict(
     Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
     that a fast precision misjudges is answered, and certified, in float32.
     """
+    require_arguments(locals())
     if isinstance(defense, nn.Module) or not callable(defense):
         require_defense(defense)
     if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
