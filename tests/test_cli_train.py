@@ -89,6 +89,22 @@ def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatc
     assert json.loads(capsys.readouterr().out)["seconds_per_step"] < 0, "what later epochs save is taken off"
 
 
+def test_what_a_training_begins_with_is_said(tmp_path, capsys):
+    small = two_classes(tmp_path / "small", {"train": 14, "val": 5})
+    large = tmp_path / "large"
+    for path in sorted(small.rglob("*.png")):
+        there = large / path.relative_to(small)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(path).resize((80, 70)).save(there)
+    for data, weights, words in (
+        (small, "random", "begins with small, random weights, seed 0; input 28×28 pixels\n"),
+        (large, "embedded", "embedded demonstration network, fresh head for 2 classes; input 28×28 pixels, to which larger"),
+    ):
+        for how in (["--dry-run"], ["--output", f"r-{weights}", "--epochs", "1"]):
+            assert train(data, "--model", "small", "--weights", weights, *how) == 0
+            assert words in capsys.readouterr().err
+
+
 def test_one_class_is_refused(tmp_path, capsys):
     for split in ("train", "val"):
         (tmp_path / "one" / split / "cat").mkdir(parents=True)

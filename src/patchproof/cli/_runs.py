@@ -58,6 +58,7 @@ from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
 from patchproof.recipes import find_recipe, needs_training
+from patchproof.runs._predict import SMALL
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
@@ -225,7 +226,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     @cache
     def defense(*native: Size) -> Any:
         nonlocal engine
-        small = all(max(size) < 64 for size in native)
+        small = all(max(size) < SMALL for size in native)
         built = build_defense(settings, classifier, low_resolution=small, native=native)
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
@@ -324,16 +325,17 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
+    begins = start_words(classifier, source)
     if settings.dry_run:
         if accelerator.is_main_process:
-            console.print("timing a few steps", highlight=False)
+            console.print(escape(f"{begins}\ntiming a few steps"), soft_wrap=True, highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
             show_cost(cost, settings)
         return None
     if tracker is not None:
         accelerator.project_configuration.set_directories(str(folder))
-    bar = TrainingBar(console, accelerator, about=selection_words(source, held_out, tested))
+    bar = TrainingBar(console, accelerator, about=f"{begins}\n{selection_words(source, held_out, tested)}")
     shown: dict[str, Any] = {"on_start": bar.start, "on_step": bar.step, "on_epoch": bar.epoch}
     how |= chosen(settings, "resume", "checkpoint_minutes") | {"folder": folder, "config": resolved(settings)}
     with bar.progress, STOP.patiently():
@@ -365,6 +367,14 @@ def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, Ima
     if unknown:
         raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
     return source, held_out, tested
+
+
+def start_words(classifier: Any, source: ImageSource) -> str:
+    """Which weights a training begins with, and how much of an image they see."""
+    size = classifier.input_size
+    words = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
+    small = max(size) < SMALL and not source.low_resolution
+    return words + ", to which larger images are shrunk: --image-size 224 keeps more of them" * small
 
 
 def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSource) -> str:
