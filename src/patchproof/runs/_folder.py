@@ -180,6 +180,18 @@ class RunFolder:
         _write(self.records_path, "ab", b"".join(lines))
 
 
+def being_written(folder: Path) -> bool:
+    """Does a process have the run's folder open?"""
+    try:
+        if (folder / ".lock").exists():  # no file is made where none is
+            FileLock(folder / ".lock").acquire(timeout=0).lock.release()
+    except Timeout:
+        return True
+    except OSError:  # not ours to lock
+        return False
+    return False
+
+
 def checked_prefix(
     records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
