@@ -98,7 +98,7 @@ def test_what_a_training_begins_with_is_said(tmp_path, capsys):
         Image.open(path).resize((80, 70)).save(there)
     for data, weights, words in (
         (small, "random", "begins with small, random weights, seed 0; input 28×28 pixels\n"),
-        (large, "embedded", "embedded demonstration network, fresh head for 2 classes; input 28×28 pixels, to which larger"),
+        (large, "embedded", "embedded demonstration network, fresh head for 2 classes; input 28×28 pixels, to which"),
     ):
         for how in (["--dry-run"], ["--output", f"r-{weights}", "--epochs", "1"]):
             assert train(data, "--model", "small", "--weights", weights, *how) == 0
@@ -176,7 +176,7 @@ def test_the_head_is_replaced_when_the_classes_differ(data, finished, tmp_path):
 
 
 def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path, capsys):
-    diverging = ("--learning-rate", "1e38", "--warmup-epochs", "100", "--schedule", "constant")
+    diverging = ("--learning-rate", "2e36", "--warmup-epochs", "2", "--schedule", "constant")
     assert train(data, "--output", "r", "--checkpoint-minutes", "0", *diverging) == 1
     assert_one_line(
         last_line(capsys), r"(the loss became \w+ at|NaN or infinite after) step \d+; a checkpoint saved before"

@@ -213,7 +213,7 @@ CALLS = {
 def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb):
     wrong = {"preprocessing": (3, "a pp.Preprocessing, e.g. .*torchvision")}
     callbacks = {"train": ("on_start", "on_step", "on_epoch"), "predict": ("on_answer",)}
-    wrong |= {name: (3, "a function") for name in callbacks.get(verb, ("on_start", "on_record"))}
+    wrong |= dict.fromkeys(callbacks.get(verb, ("on_start", "on_record")), (3, "a function"))
     if verb != "predict":
         wrong |= {"folder": (3, "a path"), "resume": (True, "folder=…")}
     if verb == "attack":

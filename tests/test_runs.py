@@ -128,13 +128,17 @@ def other_fill():
 
 CHANGES = {
     r"fill was null, now \[0.25, 0.25, 0.25\]$": lambda: (double_masking(other_fill()), PICTURES),
-    r"weights_sha256 was \w+, now \w+$": lambda: (double_masking(other_weights()), PICTURES),
+    r"weights_sha256 was \w{12}…, now \w{12}…$": lambda: (double_masking(other_weights()), PICTURES),
     r"masks was 3x3 masks.*, now 2x2 masks.*$": lambda: (
         pp.PatchCleanser(plain_classifier(), pp.covering_masks(THREAT, per_axis=2), THREAT),
         PICTURES,
     ),
-    r"data_sha256 was \w+, now \w+$": lambda: (double_masking(), [*PICTURES[:-1], PICTURES[0]]),
+    r"data_sha256 was \w{12}…, now \w{12}…$": lambda: (double_masking(), [*PICTURES[:-1], PICTURES[0]]),
     "precision was fp32, now bf16$": lambda: (double_masking(engine=pp.Engine(precision="bf16")), PICTURES),
+    "name was patchcleanser, now patchguard-smoothing$": lambda: (
+        pp.defense("patchguard-smoothing", plain_classifier(), THREAT, engine=SMALL),
+        PICTURES,
+    ),
     "exhaustive was false, now true$": lambda: (double_masking(exhaustive=True), PICTURES),
 }
 
@@ -305,9 +309,14 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     assert any(not torch.equal(before[name], value) for name, value in network.state_dict().items())
     assert trained.best["certified"]["n"] == 10
     assert {path.name for path in (tmp_path / "t").iterdir()} >= {"checkpoint-best", "checkpoint-last", "results.json"}
+    with pytest.raises(CheckError, match="the classifier must be as it was when the training began, so build or load"):
+        pp.train(network, PICTURES, plan, validation=PICTURES, folder=tmp_path / "t", resume=True)
     again = plain_network()
     again.load_state_dict(before)
-    pp.train(again, PICTURES, plan)
+    alone = pp.train(again, PICTURES, plan)
+    assert [epoch.keys() for epoch in alone.results["epochs"]] == [{"epoch", "step", "loss"}] * 2
+    for epoch, validated in zip(alone.results["epochs"], trained.results["epochs"], strict=True):
+        assert epoch.items() <= validated.items()
     assert all(torch.equal(network.state_dict()[name], value) for name, value in again.state_dict().items())
 
 
@@ -343,6 +352,14 @@ def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     assert row("t")["status"].startswith("stopped (no validation); partial: 1 of 2 steps")
     pp.train(plain_network(), PICTURES, plan, folder=tmp_path / "u")
     assert (row("u")["what"], row("u")["status"]) == ("train, none", "trained (no validation)")
+
+
+def test_the_first_answers_do_not_wait_for_all():
+    network, passes, counts = plain_classifier(), [], []
+    network.register_forward_hook(lambda *_: passes.append(1))
+    defense = double_masking(network, engine=measured(batch_size=4096))
+    pp.predict(defense, [picture for picture, _ in PICTURES], on_answer=lambda _: counts.append(len(passes)))
+    assert [counts.count(number) for number in sorted(set(counts))] == [4, 8, 8]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
 from patchproof.recipes import matching_recipes
-from patchproof.runs import ACCURACIES, StoredTraining, read_run
+from patchproof.runs import ACCURACIES, StoredTraining, Tally, read_run
 from patchproof.runs._folder import being_written
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
@@ -128,9 +128,9 @@ def _run_row(folder: Path) -> list[str]:
         status = f"{unfinished}; {len(run.records)} of {planned} done"
     if run.guarantee != "recovery":
         status += f", {run.guarantee}"
-    attacked = [record.attack.attacked for record in run.attacks if record.attack and record.attack.attacked is not None]
-    if attacked:
-        status += f", attacked {percent(sum(attacked) / len(attacked))}"
+    attacked = Tally(["attacked"]).add(run.attacks).rates()["attacked"]
+    if attacked.n:
+        status += f", attacked {percent(attacked.rate)}"
     doubts = [notice.partition(": ")[0] for notice in run.notices if not notice.startswith("partial")]
     status = escape("; ".join([status, *doubts]))
     certified = run.rates["certified"]

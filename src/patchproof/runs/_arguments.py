@@ -16,7 +16,7 @@ RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "executor": (lambda given: hasattr(given, "at_work"), "one of patchproof.runs.executors, or like them"),
     "accelerator": (lambda given: hasattr(given, "is_main_process"), "an accelerate.Accelerator"),
     "checkpoint_minutes": (
-        lambda given: isinstance(given, Real) and 0 <= given < math.inf,
+        lambda given: isinstance(given, Real) and 0 <= float(given) < math.inf,
         "a number of at least 0",
     ),
     "preprocessing": (

@@ -279,9 +279,10 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
         yield f"partial: {count_words(bad, 'bad image was', 'bad images were')} skipped"
     if not run.records:
         yield "there is no record yet, so there is nothing to count"
-    if results is None:  # it is written at the end
-        if len(run.records) >= run.planned:
-            yield "results.json is missing or damaged; the accuracies are counted from the records, the time is not known"
+    if results is None:
+        if len(run.records) >= run.planned:  # else it is yet to be written
+            how = "the accuracies are counted from the records, the time is not known"
+            yield f"results.json is missing or damaged; {how}"
         return
     attacked = len(run.attacks) == len(run.good)
     names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]

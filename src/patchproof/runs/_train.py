@@ -229,9 +229,11 @@ class Progress:
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
+        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
+        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": loss}
+        epoch |= {name: rate.as_dict() for name, rate in found.items()}
+        notes["epochs"].append(epoch)
         if found:
-            epoch = {"epoch": report.epoch + 1, "step": report.step, **{k: r.as_dict() for k, r in found.items()}}
-            notes["epochs"].append(epoch)
             best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
             if best is epoch:  # the first of equals stays
                 notes["best"] = epoch
@@ -239,7 +241,6 @@ class Progress:
                     seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
-        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
         self.save()
         return EpochReport(report.epoch + 1, report.step, loss, found)
 
