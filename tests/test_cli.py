@@ -16,6 +16,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._process import SIGNALS, Stop
 from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar, clock
+from patchproof.cli._show import Console, RunBar, clock, results_table
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
@@ -151,12 +152,13 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
     name, *numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
     assert name == folder.removeprefix("runs/")
     words = " ".join(line.strip() for line in numbers)
-    assert re.fullmatch(r"n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · status partial", words)
+    what = r"what certify, patchcleanser, 3×3 masks, 5×5 px \(3.2%\)"
+    assert re.fullmatch(what + r" · n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · status partial", words)
     assert all(len(line) <= 80 for line in numbers)
     for file in ("records.jsonl", "records.crc", "results.json"):
         Path(folder, file).unlink()
     assert run(["ls"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].strip() == "status stopped; 0 of 3 done"
+    assert " ".join(capsys.readouterr().out.split()).endswith(" · status stopped; 0 of 3 done")
     photo = photos / "cat" / f"{'a name that leaves no room for a table ' * 2}.png"
     shutil.copy(photos / "cat" / "0.png", photo)
     assert predict(photo, "--weights", checkpoint) == 0
@@ -196,7 +198,7 @@ def test_an_alarm_goes_through_every_command(photos, checkpoint, capsys):
     assert certify(*common, "--output", "c", "--resume") == 0
     assert Path("c/records.jsonl").read_bytes() == whole
     assert certify(*common[:-4], "--masks", 4, "--output", "c", "--resume") == 1
-    assert "name was alarm, now patchcleanser" in capsys.readouterr().err
+    assert "--defense was alarm, now patchcleanser" in capsys.readouterr().err
     assert run(["report", "c", "a"]) == 0
     assert "detection" in next(Path("runs").glob("report-*/index.html")).read_text()
     capsys.readouterr()
@@ -240,6 +242,14 @@ def test_cut_short_and_resumed_the_records_are_the_same_bytes(undisturbed):
     assert certify(*arguments) == 0
     assert path.read_bytes() == expected
     assert content("whole", "results")["cost"]["batch_size"] is None  # nothing was evaluated
+
+
+def test_to_go_on_with_a_run_that_is_not_there_is_said_to_begin_one(undisturbed, capsys):
+    arguments, _ = undisturbed
+    assert certify(*arguments) == 0
+    assert "begins" not in capsys.readouterr().err
+    assert certify(*arguments[:-2], "whale", "--resume") == 0
+    assert "note: whale holds no run to go on with: begins a new one" in capsys.readouterr().err
 
 
 def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, capsys):
@@ -289,6 +299,11 @@ WRONG = [
     ("certify --weights random --patch big", "a patch looks like 3%"),
     ("certify --weights random --limit 0", "--limit.* must be a whole number of at least 1, not 0"),
     ("certify --modle x", "Unknown option: --modle. Did you mean --model"),
+    ("certify --patchs 3%", r"Unknown option: --patchs. Did you mean --patch\?"),
+    ("certify --weights random --patch -3%", "a patch looks like 3%.*, not `-3%`"),
+    ("certify --weights random --limit -3", "--limit.* must be a whole number of at least 1, not -3"),
+    ("explore --port 99999", "--port must be from 1 to 65535, not 99999"),
+    ("train --weights random --epochs 1 --warmup-epochs 3", r"--warmup-epochs must be in \[0, epochs\], not 3"),
     ("certfy", 'Unknown command "certfy". Did you mean "certify"'),
     ("certify --masks three", "Invalid value for --masks"),
     ("certify --precision fp8", 'Invalid value "fp8" for --precision. Choose from: "fp32", "tf32"'),
@@ -381,6 +396,8 @@ def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(p
     assert_one_line(capsys.readouterr().err, unknown)
     assert certify("--dataset", photos, "--weights", checkpoint, "--dry-run") == 2, "nor are they estimated"
     assert_one_line(capsys.readouterr().err, unknown)
+    assert certify("--weights", checkpoint) == 2
+    assert_one_line(capsys.readouterr().err, "fashion-mini is the default: give your images as --dataset; 10 of")
 
 
 def test_the_folder_of_a_training_is_no_checkpoint_but_has_one(tmp_path, capsys):
@@ -476,7 +493,7 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
     assert defense.describe().items() <= manifest["identity"]["defense"].items()
     save_checkpoint(load_classifier("small", "random", class_names=CLASSES, seed=2), tmp_path / "other")
     assert predict(photos, "--weights", "other", "--like", "r") == 1
-    assert_one_line(capsys.readouterr().err, "these weights are not .*those that r certified")
+    assert_one_line(capsys.readouterr().err, f"these weights are not .*those that r certified.*, {checkpoint}")
     assert predict(photos, "--weights", checkpoint, "--like", "photos") == 2
     assert_one_line(capsys.readouterr().err, "photos is not the folder of a run")
 
@@ -553,6 +570,20 @@ def test_a_defence_that_needs_a_network_of_its_own_kind_says_why_it_certifies_so
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, capsys):
+    constant = load_classifier("small", "random", class_names=CLASSES, seed=1)
+    torch.nn.init.zeros_(constant.module.get_classifier().weight)
+    constant.module.get_classifier().bias.data = torch.tensor([0.0, 5.0, 0.0])
+    save_checkpoint(constant, Path("constant"))
+    words = f"all 4 certified images are of one class, {CLASSES[1]}; a network that always gives one answer"
+    assert certify("--dataset", photos, "--weights", "constant", "--output", "r") == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+    for other in (CLASSES[0], CLASSES[2]):
+        shutil.rmtree(photos / other)
+    assert certify("--dataset", photos, "--weights", "constant", "--output", "only") == 0
+    assert "of one class" not in capsys.readouterr().out, "it is the only one there is"
+
+
 # --- two patches -----------------------------------------------------------------------------------------------------
 
 
@@ -615,7 +646,9 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
     assert cost["most_seconds"] > 0
     assert not Path("r").exists()
     assert certify(*common) == 0
-    capsys.readouterr()
+    assert "\n28.0 passes per image" in capsys.readouterr().out, "nothing is masked"
+    assert predict(photos / "cat", "--weights", checkpoint, "--like", "r") == 0
+    assert "margin, votes" in capsys.readouterr().out
     assert predict(photos / "cat", "--weights", checkpoint, "--like", "r", "--json") == 0
     alike = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert predict(photos / "cat", "--weights", checkpoint, *band, "--json") == 0
@@ -715,6 +748,7 @@ def without_torch(*commands: str) -> list[str]:
 
 def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
+    commands += ["explore --port 99999", "explore --host nowhere.invalid"]
     commands += ["report nowhere", "explore nowhere", "predict none.png", "certify --output file", "certify nowhere"]
     Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):
@@ -820,16 +854,34 @@ def test_count_time_and_eta_are_readable_at_80_columns():
     assert bar.rates.endswith("undefended attacked 0.0% · undefended 100.0%")
 
 
-def test_without_a_terminal_the_time_left_is_that_of_whole_batches(monkeypatch):
-    """Two batches of 32 images, 40 s each: their records come all at once."""
-    now = iter([0.0, 0.0, *[40.0] * 32, *[80.0] * 32])
+@pytest.mark.parametrize(
+    ("moments", "lines"),
+    [
+        pytest.param([40] * 4 + [80] * 4 + [120] * 4, ["4/12  0:00:40, 0:01:20 left", "8/12  0:01:20, 0:00:40 left"],
+                     id="batches of 40 s, whose records come all at once"),
+        pytest.param([float(number) for number in range(1, 66)], ["30/65  0:00:30, 0:00:35 left",
+                     "61/65  0:01:01, 0:00:04 left"], id="steps of one second"),
+    ],
+)  # fmt: skip
+def test_without_a_terminal_the_time_left_is_that_of_whole_batches(monkeypatch, moments, lines):
+    now = iter([0.0, 0.0, *moments])
     monkeypatch.setattr("patchproof.cli._show.time", type("Clock", (), {"monotonic": staticmethod(lambda: next(now))}))
     console = Console(width=80, file=io.StringIO())
     bar = RunBar(console, "certify")
-    bar.begin(0, 96)
-    for done in range(1, 65):
+    bar.begin(0, len(moments))
+    for done in range(1, len(moments) + 1):
         bar.at(done, f"certified {done}")
-    assert console.file.getvalue() == "32/96  0:00:40, 0:01:20 left  certified 32\n"
+    shown = [f"{line}  certified {line.partition('/')[0]}" for line in lines]
+    assert console.file.getvalue().splitlines() == shown
+
+
+@pytest.mark.parametrize("guarantee", ["recovery", "detection"])
+def test_the_table_of_an_attack_fits_80_columns(guarantee):
+    results = {name: {"k": 1000, "n": 1000} for name in runs.ATTACK_ACCURACIES}
+    table = results_table(results | {"guarantee": guarantee, "remarks": [], "broken": []}, title="attack")
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    assert len(console.file.getvalue().splitlines()) == 5 + len(runs.ATTACK_ACCURACIES)
 
 
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):

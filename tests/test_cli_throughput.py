@@ -50,7 +50,8 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch)
     arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
     small = ["--model", "small", "--weights", "random"]
     assert run(["bench", *small, *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
-    found, shown = json.loads(path.read_text()), capsys.readouterr().out
+    found, (shown, said) = json.loads(path.read_text()), capsys.readouterr()
+    assert "the bare network small, 16 images at once" in said
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
     assert rows["peer, certify"]["passes"] == 2 * 45

@@ -89,6 +89,22 @@ def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatc
     assert json.loads(capsys.readouterr().out)["seconds_per_step"] < 0, "what later epochs save is taken off"
 
 
+def test_what_a_training_begins_with_is_said(tmp_path, capsys):
+    small = two_classes(tmp_path / "small", {"train": 14, "val": 5})
+    large = tmp_path / "large"
+    for path in sorted(small.rglob("*.png")):
+        there = large / path.relative_to(small)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(path).resize((80, 70)).save(there)
+    for data, weights, words in (
+        (small, "random", "begins with small, random weights, seed 0; input 28×28 pixels\n"),
+        (large, "embedded", "embedded demonstration network, fresh head for 2 classes; input 28×28 pixels, to which"),
+    ):
+        for how in (["--dry-run"], ["--output", f"r-{weights}", "--epochs", "1"]):
+            assert train(data, "--model", "small", "--weights", weights, *how) == 0
+            assert words in capsys.readouterr().err
+
+
 def test_one_class_is_refused(tmp_path, capsys):
     for split in ("train", "val"):
         (tmp_path / "one" / split / "cat").mkdir(parents=True)
@@ -160,7 +176,7 @@ def test_the_head_is_replaced_when_the_classes_differ(data, finished, tmp_path):
 
 
 def test_a_diverging_run_stops_and_keeps_the_last_good_checkpoint(data, tmp_path, capsys):
-    diverging = ("--learning-rate", "1e38", "--warmup-epochs", "100", "--schedule", "constant")
+    diverging = ("--learning-rate", "2e36", "--warmup-epochs", "2", "--schedule", "constant")
     assert train(data, "--output", "r", "--checkpoint-minutes", "0", *diverging) == 1
     assert_one_line(
         last_line(capsys), r"(the loss became \w+ at|NaN or infinite after) step \d+; a checkpoint saved before"

@@ -104,6 +104,10 @@ def test_the_library_names_no_flag():
         ("batch_size must be a positive number or `auto`, not 0", "--batch-size must be a positive number"),
         ("a run; continue it with resume=True, or choose another folder", "with --resume, or choose another --output"),
         ("device, torch or batch_size; go on where", "torch or --batch-size; go on"),
+        (
+            "so it cannot be continued: images was 4 of 8, now 8 of 8; name was ibp, now alarm",
+            "continued: --limit or the data differ: images was 4 of 8, now 8 of 8; --defense was ibp, now alarm",
+        ),
         ("the model is resnet18; name the model resnet18", "the model is resnet18; name the model resnet18"),
         ("give the folder itself as data_dir, or pass download=True", "as --data-dir, or pass --download"),
     ],

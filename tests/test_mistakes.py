@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import jaxtyping
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 import patchproof as pp
+from patchproof.settings import DEFENSE_OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,8 @@ def test_constructors_name_the_parameter():
         (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
         (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number, not '0.1'"),
         (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%' or '39px', not 39"),
+        (lambda: pp.Plan(epochs=1, warmup_epochs=3), r"warmup_epochs must be in \[0, epochs\], not 3"),
+        (lambda: pp.Plan(teacher="x"), r"teacher must be a classifier, e.g. pp.load_checkpoint\(…\), not 'x'"),
         (lambda: pp.AttackPlan(steps=1.5), "steps must be a whole number, not 1.5"),
         *(
             (lambda fill=fill: build(fill=fill), r"fill must be one number in \[0, 1\] per channel")
@@ -183,6 +187,66 @@ def test_constructors_name_the_parameter():
     assert pp.Plan(epochs=np.int64(3), learning_rate=np.float32(0.5)).epochs == 3, "numbers may be numpy's"
     filled = pp.certify(build(fill=torch.full((3,), 0.5)), [(IMAGES[0], 0)])
     assert filled.content["status"] == "complete", "numbers may come as a tensor"
+
+
+def unread(number):
+    raise AssertionError("an image was read")
+
+
+class Unread:
+    """Images that must not be looked at."""
+
+    __getitem__ = staticmethod(unread)
+
+    def __len__(self):
+        return 8
+
+
+CALLS = {
+    "certify": lambda **given: pp.certify(build(turn=unread), Unread(), **given),
+    "attack": lambda **given: pp.attack(build(turn=unread), Unread(), **given),
+    "train": lambda **given: pp.train(Net(turn=unread), Unread(), **given),
+    "predict": lambda **given: pp.predict(build(turn=unread), Unread(), **given),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb):
+    wrong = {"preprocessing": (3, "a pp.Preprocessing, e.g. .*torchvision")}
+    callbacks = {"train": ("on_start", "on_step", "on_epoch"), "predict": ("on_answer",)}
+    wrong |= dict.fromkeys(callbacks.get(verb, ("on_start", "on_record")), (3, "a function"))
+    if verb != "predict":
+        wrong |= {"folder": (3, "a path"), "resume": (True, "folder=…")}
+    if verb == "attack":
+        wrong |= {"on_step": (3, "a function")}
+    if verb == "train":
+        wrong |= {"checkpoint_minutes": ("x", "a number of at least 0"), "accelerator": (3, "accelerate.Accelerator")}
+    for name, (value, words) in wrong.items():
+        with pytest.raises(pp.InputError, match=f"^{name}.*{words}"):
+            CALLS[verb](**{name: value})
+    if verb != "predict":
+        with pytest.raises(pp.InputError, match="folder must be a path, not ''"):
+            CALLS[verb](folder="")
+
+
+@pytest.mark.parametrize("name", DEFENSE_OPTIONS)
+def test_options_of_a_defence_that_are_counted_are_whole_numbers(name):
+    kind, _ = BUILDING[name]
+    for option, hint in get_type_hints(DEFENSE_OPTIONS[name]).items():
+        for value in {int: ("4", 2.5), float: ("x",)}.get(hint, ()):
+            with pytest.raises(pp.InputError, match=f"{option} must be a.* number.*, not {value!r}"):
+                pp.defense(name, kind().eval(), THREAT, **{option: value})
+
+
+def test_an_unknown_defence_of_validation_is_refused_before_its_images_are_read():
+    class First(Unread):
+        """The first is looked at to see what the images are."""
+
+        def __getitem__(self, number):
+            return (IMAGES[0], 0) if number == 0 else unread(number)
+
+    with pytest.raises(pp.InputError, match="unknown defence `x`"):
+        pp.train(Net(), [(IMAGES[0], 0)] * 8, pp.Plan(validate_with="x", epochs=1), validation=First())
 
 
 def test_hints_name_only_what_pp_exports():

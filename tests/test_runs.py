@@ -14,8 +14,10 @@ from torch import nn
 
 import patchproof as pp
 from patchproof.attacks import AttackPlan
+from patchproof.cli._show import table_values
+from patchproof.cli.ls import runs_table
 from patchproof.data import open_dataset
-from patchproof.runs import Record, measure_on_generated
+from patchproof.runs import Record, measure_on_generated, read_run
 from patchproof.runs.executors import InProcess
 from patchproof.types import CheckError, InputError
 from reference import measured
@@ -126,13 +128,17 @@ def other_fill():
 
 CHANGES = {
     r"fill was null, now \[0.25, 0.25, 0.25\]$": lambda: (double_masking(other_fill()), PICTURES),
-    r"weights_sha256 was \w+, now \w+$": lambda: (double_masking(other_weights()), PICTURES),
+    r"weights_sha256 was \w{12}…, now \w{12}…$": lambda: (double_masking(other_weights()), PICTURES),
     r"masks was 3x3 masks.*, now 2x2 masks.*$": lambda: (
         pp.PatchCleanser(plain_classifier(), pp.covering_masks(THREAT, per_axis=2), THREAT),
         PICTURES,
     ),
-    r"data_sha256 was \w+, now \w+$": lambda: (double_masking(), [*PICTURES[:-1], PICTURES[0]]),
+    r"data_sha256 was \w{12}…, now \w{12}…$": lambda: (double_masking(), [*PICTURES[:-1], PICTURES[0]]),
     "precision was fp32, now bf16$": lambda: (double_masking(engine=pp.Engine(precision="bf16")), PICTURES),
+    "name was patchcleanser, now patchguard-smoothing$": lambda: (
+        pp.defense("patchguard-smoothing", plain_classifier(), THREAT, engine=SMALL),
+        PICTURES,
+    ),
     "exhaustive was false, now true$": lambda: (double_masking(exhaustive=True), PICTURES),
 }
 
@@ -303,10 +309,57 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     assert any(not torch.equal(before[name], value) for name, value in network.state_dict().items())
     assert trained.best["certified"]["n"] == 10
     assert {path.name for path in (tmp_path / "t").iterdir()} >= {"checkpoint-best", "checkpoint-last", "results.json"}
+    with pytest.raises(CheckError, match="the classifier must be as it was when the training began, so build or load"):
+        pp.train(network, PICTURES, plan, validation=PICTURES, folder=tmp_path / "t", resume=True)
     again = plain_network()
     again.load_state_dict(before)
-    pp.train(again, PICTURES, plan)
+    alone = pp.train(again, PICTURES, plan)
+    assert [epoch.keys() for epoch in alone.results["epochs"]] == [{"epoch", "step", "loss"}] * 2
+    for epoch, validated in zip(alone.results["epochs"], trained.results["epochs"], strict=True):
+        assert epoch.items() <= validated.items()
     assert all(torch.equal(network.state_dict()[name], value) for name, value in again.state_dict().items())
+
+
+def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
+    def row(name):
+        return next(row for row in table_values(runs_table(tmp_path)) if row["run"] == name)
+
+    def look(record):
+        seen.append(row("r")["status"])
+        seen.extend(text for text in read_run(tmp_path / "r").notices if "it is running" in text)
+        raise Stop
+
+    seen = []
+    with pytest.raises(Stop):
+        pp.certify(double_masking(), PICTURES, folder=tmp_path / "r", on_record=look)
+    assert seen == ["running; 0 of 20 done", "partial: 0 of 20 images are done; it is running"]
+    assert row("r")["status"] == "stopped; 1 of 20 done"
+    (tmp_path / "r" / "results.json").unlink()  # as a kill leaves it
+    assert row("r")["status"] == "stopped; 1 of 20 done"
+    plan = pp.AttackPlan(steps=1, restarts=1, places=1)
+    found = pp.attack(double_masking(), PICTURES, plan, folder=tmp_path / "a", limit=2)
+    assert row("a")["what"].startswith("attack, patchcleanser, 3×3 masks, ")
+    assert row("a")["status"] == f"partial, attacked {100 * found.attacked.rate:.1f}%"
+
+    def stop(report):
+        told.append(row("t")["status"])
+        raise Stop
+
+    plan, told = pp.Plan(strategy="none", epochs=1, batch_size=10, learning_rate=0.1), []
+    with pytest.raises(Stop):
+        pp.train(plain_network(), PICTURES, plan, folder=tmp_path / "t", on_step=stop)
+    assert told == ["running (no validation); partial: 1 of 2 steps are done; it is running"]
+    assert row("t")["status"].startswith("stopped (no validation); partial: 1 of 2 steps")
+    pp.train(plain_network(), PICTURES, plan, folder=tmp_path / "u")
+    assert (row("u")["what"], row("u")["status"]) == ("train, none", "trained (no validation)")
+
+
+def test_the_first_answers_do_not_wait_for_all():
+    network, passes, counts = plain_classifier(), [], []
+    network.register_forward_hook(lambda *_: passes.append(1))
+    defense = double_masking(network, engine=measured(batch_size=4096))
+    pp.predict(defense, [picture for picture, _ in PICTURES], on_answer=lambda _: counts.append(len(passes)))
+    assert [counts.count(number) for number in sorted(set(counts))] == [4, 8, 8]
 
 
 @pytest.mark.slow

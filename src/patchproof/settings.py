@@ -281,7 +281,7 @@ class TrainingSettings(Checked):
             ("batch_size", self.batch_size >= 1, "must be at least 1"),
             ("validation_images", self.validation_images >= 1, "must be at least 1"),
             ("learning_rate", self.learning_rate is None or self.learning_rate > 0, "must be positive"),
-            ("warmup_epochs", self.warmup_epochs >= 0, "cannot be negative"),
+            ("warmup_epochs", 0 <= self.warmup_epochs <= self.epochs, "must be in [0, epochs]"),
             ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
             ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
             ("teacher_weight", 0 <= self.teacher_weight <= 1, "must be in [0, 1]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -165,3 +166,17 @@ def require_free(folder: Path, *, resume: bool) -> None:
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
     if not resume and (folder / "manifest.json").exists():
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
+
+
+def require_address(host: str, port: int | None) -> None:
+    """Refuse an address that cannot be listened on."""
+    if port is not None and not 1 <= port <= 65535:
+        raise InputError(f"port must be from 1 to 65535, not {port}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except (OSError, UnicodeError) as error:
+        place = f"{host}, port {port}" if port else host
+        raise InputError(f"cannot listen on {place}: {error}; choose another host or port") from error

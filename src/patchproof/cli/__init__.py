@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import typing
@@ -43,7 +44,7 @@ from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.recipes import find_recipe
 from patchproof.settings import DEFENSE_OPTIONS
-from patchproof.types import InputError, PatchproofError, require_free
+from patchproof.types import InputError, PatchproofError, require_address, require_free
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
@@ -94,6 +95,8 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
         if output is not None and main:
             may_be = getattr(settings, "resume", True) or settings.dry_run
             require_free(output, resume=may_be)  # before the seconds of an import
+        if hasattr(settings, "port"):
+            require_address(settings.host, settings.port)
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
         for path in (one for one in named if isinstance(one, Path) and one != Path(STANDARD_INPUT)):
             if not (path.exists() or str(path).startswith("~")):
@@ -134,6 +137,9 @@ class Notes(logging.Handler):
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage, 128 + signal when stopped by one."""
     tokens, kind = [STANDARD_INPUT if token == "-" else token for token in tokens], None
+    for place in range(len(tokens) - 1, 0, -1):
+        if re.match(r"-\d", tokens[place]) and re.fullmatch(r"--[a-z-]+", tokens[place - 1]):
+            tokens[place - 1 : place + 1] = [f"{tokens[place - 1]}={tokens[place]}"]  # a value, not a flag
     Console.silent = "--quiet" in tokens
     logger = logging.getLogger("patchproof")
     logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)
@@ -168,6 +174,10 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
         if owners or (verbs := commands_with(flag)):
             whose = f"the defence {', '.join(owners)}" if owners else f"the command {', '.join(verbs)}"
             return 2, f"Unknown option: --{flag.replace('_', '-')}. It is for {whose}."
+        known = {FLAGS.get(f.name, f.name) for f in fields(kind)} if kind else set()
+        if begun := [name for name in known if flag.startswith(name)]:  # --patchs is rather --patch than --patches
+            longest = max(begun, key=len).replace("_", "-")
+            return 2, f"Unknown option: --{flag.replace('_', '-')}. Did you mean --{longest}?"
         return 2, str(error)
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())

@@ -39,6 +39,7 @@ from patchproof.cli._setup import (
     run_folder,
 )
 from patchproof.cli._show import (
+    MARGINS,
     Console,
     RunBar,
     TrainingBar,
@@ -53,11 +54,12 @@ from patchproof.cli._show import (
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
-from patchproof.defenses import DEFENSES
+from patchproof.defenses import DEFENSES, MaskedDefense
 from patchproof.geometry import parse_patches, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
 from patchproof.recipes import find_recipe, needs_training
+from patchproof.runs._predict import SMALL
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
@@ -100,13 +102,14 @@ def evaluate(settings: CertifySettings) -> int:
     cost, steps = content["cost"], content["audit"]["steps"]
     shares = [f"{count / max(1, cost['forwards']):.1%} in {step}" for step, count in steps.items()]
     again = f", labels decided again: {' and '.join(shares)}" if shares else ""
-    stdout.print(f"{cost['forwards_per_image']:.1f} masked passes per image{again}, {cost['seconds']:.0f} s")
+    masked = "masked " * issubclass(DEFENSES[settings.defense].kind, MaskedDefense)
+    stdout.print(f"{cost['forwards_per_image']:.1f} {masked}passes per image{again}, {cost['seconds']:.0f} s")
     if attack:
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
     unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
-    if unfit is not None:
-        stdout.print(f"[yellow]note:[/] {escape(unfit)}", soft_wrap=True, highlight=False)
+    for note in filter(None, (unfit, one_class_words(results))):
+        stdout.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
     for index in broken:
         Console(stderr=True).print(
             f"[bold red]broken:[/] image {index} is certified and a patch changes its answer; image, patch and label "
@@ -114,6 +117,18 @@ def evaluate(settings: CertifySettings) -> int:
             soft_wrap=True,
         )
     return 1 if broken else 0
+
+
+def one_class_words(results: Any) -> str | None:
+    """Where several images are certified, all of one class, though there are others."""
+    labels = [record.label for record in results.records if record.certified]
+    if len(labels) < 2 or len(set(labels)) > 1 or len({record.label for record in results.records}) < 2:
+        return None
+    run: Any = runs.read_run(results.folder)
+    return (
+        f"all {len(labels)} certified images are of one class, {run.class_name(labels[0])}; a network that always gives"
+        " one answer is certified for that class, and recognises nothing"
+    )
 
 
 def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
@@ -125,7 +140,12 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         source = open_source(settings)
         folder = run_folder("certify" if plan is None else "attack", settings, source)
         defense = open_defense(settings, source)
-        match_labels(source.class_names, defense.classifier)  # before minutes are spent or estimated
+        try:
+            match_labels(source.class_names, defense.classifier)  # before minutes are spent or estimated
+        except InputError as error:
+            if settings.dataset != CertifySettings.dataset:
+                raise
+            raise InputError(f"{settings.dataset} is the default: give your images as --dataset; {error}") from error
         count, cost = len(spread_indices(source, settings.limit)), None
         steps = 0 if plan is None else plan.steps * plan.restarts * plan.places
         if settings.dry_run or count * (defense.most_passes + PASSES_PER_STEP * steps) > PASSES_WORTH_A_WORD:
@@ -225,7 +245,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     @cache
     def defense(*native: Size) -> Any:
         nonlocal engine
-        small = all(max(size) < 64 for size in native)
+        small = all(max(size) < SMALL for size in native)
         built = build_defense(settings, classifier, low_resolution=small, native=native)
         if not hasattr(built, "with_engine"):  # needs no τ
             return built
@@ -247,7 +267,12 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
     if shared:
         shared = shared.rstrip(os.sep) + os.sep
         console.print(f"images in {escape(visible(shared))}", soft_wrap=True, highlight=False)
-    table = new_table("image", "answer", *remarks, "certified", "margin", "passes", numbers=("margin", "passes"))
+    defense, guarantee, patches = settings.defense, DEFENSES[settings.defense].kind.guarantee, settings.patches
+    if settings.like is not None:
+        run: Any = runs.read_run(settings.like)
+        defense, guarantee, patches = run.defense, run.guarantee, run.patches
+    numbers = next((f"margin, {unit}" for unit, names in MARGINS.items() if defense in names), "margin"), "passes"
+    table = new_table("image", "answer", *remarks, "certified", *numbers, numbers=numbers)
     table.caption = remarks_text(runs.network_remarks(classifier))
     for found in answers:
         certified = "[bold green]yes[/]" if found.certified else "no"
@@ -257,10 +282,7 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
     print_table(console, table)
-    guarantee, patches = DEFENSES[settings.defense].kind.guarantee, settings.patches
     if settings.like is not None:
-        run: Any = runs.read_run(settings.like)
-        guarantee, patches = run.guarantee, run.patches
         patch = f"the size that {settings.like} certified ({run.patch_words.removeprefix('two patches of ')})"
     elif settings.threat_space == "native":
         patch = f"{settings.patch} (of the original image)"
@@ -324,16 +346,17 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
+    begins = start_words(classifier, source)
     if settings.dry_run:
         if accelerator.is_main_process:
-            console.print("timing a few steps", highlight=False)
+            console.print(escape(f"{begins}\ntiming a few steps"), soft_wrap=True, highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
             show_cost(cost, settings)
         return None
     if tracker is not None:
         accelerator.project_configuration.set_directories(str(folder))
-    bar = TrainingBar(console, accelerator, about=selection_words(source, held_out, tested))
+    bar = TrainingBar(console, accelerator, about=f"{begins}\n{selection_words(source, held_out, tested)}")
     shown: dict[str, Any] = {"on_start": bar.start, "on_step": bar.step, "on_epoch": bar.epoch}
     how |= chosen(settings, "resume", "checkpoint_minutes") | {"folder": folder, "config": resolved(settings)}
     with bar.progress, STOP.patiently():
@@ -367,6 +390,14 @@ def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, Ima
     return source, held_out, tested
 
 
+def start_words(classifier: Any, source: ImageSource) -> str:
+    """Which weights a training begins with, and how much of an image they see."""
+    size = classifier.input_size
+    words = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
+    small = max(size) < SMALL and not source.low_resolution
+    return words + ", to which larger images are shrunk: --image-size 224 keeps more of them" * small
+
+
 def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSource) -> str:
     """Which images are learned from, choose the best epoch, and are tested."""
     train, chosen, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
@@ -386,14 +417,15 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
     common = chosen(settings, *(shared - left_out))
     for expected in recipe.expectations:
         masks = "" if expected.masks is None else f"-{expected.masks}x{expected.masks}"
+        output = folder / f"certify-{expected.patch}{masks}"
         values = common | {
             "weights": str(folder / "checkpoint-last"),
             "dataset": settings.validation or settings.dataset,
             "patch": expected.patch,
             "defense": recipe.defense,
             **recipe.options(expected),
-            "output": folder / f"certify-{expected.patch}{masks}",
-            "resume": True,
+            "output": output,
+            "resume": (output / "manifest.json").exists(),
         }
         bar = RunBar(Console(stderr=True), "certify")
         results, title = certified(kind(**values), bar, runs.InProcess())  # the other processes have left

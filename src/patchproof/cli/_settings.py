@@ -54,8 +54,9 @@ class ModelSettings:
     a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
-    `random`; default: what the model is known to have, without a model (but to `train`) the embedded demonstration
-    network. Several with commas are an ensemble, which answers by the mean of their probabilities."""
+    `random`; default: those that the model comes with (`small`: the embedded demonstration network), without a model,
+    but to `train`, that network. Several with commas are an ensemble, which answers by the mean of their
+    probabilities."""
     mirror: bool = False
     """Average the network with its answer for the mirrored image: twice the passes."""
     drop_tokens: bool = False

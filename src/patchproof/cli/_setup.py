@@ -124,6 +124,8 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     path = default_folder(command, settings, source) if settings.output is None else Path(settings.output)
     if not local_rank():
         require_free(path, resume=settings.resume or settings.dry_run)
+        if settings.resume and not (path / "manifest.json").exists():
+            LOGGER.info(f"{path} holds no run to go on with: begins a new one")
     return path
 
 

@@ -28,15 +28,26 @@ SECONDS_BETWEEN_LINES = 30.0
 
 MEANING = {
     "undefended": "clean, classifier alone",
-    "undefended_attacked": "attacked, classifier alone",
     "defended": "clean, defended",
-    "attacked": "attacked, defended",
     "certified": "any such patch, provably",
 }
-DETECTION = {
-    "attacked": "attacked: right, or an alarm",
-    "certified": "right or an alarm, provably",
+DETECTION = {"certified": "right or an alarm, provably"}
+ATTACKED = {
+    "undefended": "clean images",
+    "undefended_attacked": "attacked images",
+    "defended": "clean images",
+    "attacked": "attacked images",
+    "certified": "any such patch",
 }
+"""Beside the longer names of a table of attacks, short enough for 80 columns."""
+DETECTION_ATTACKED = {"attacked": "right or alarm", "certified": "right or alarm"}
+
+MARGINS = {
+    "votes": ("derandomized-smoothing", "smoothed-vit", "patchguard-smoothing"),
+    "scores": ("clipped-bagnet", "patchguard-bagnet", "bagcert"),
+    "bound": ("ibp",),
+}
+"""What a margin is measured in, where not in logits."""
 
 
 class Console(rich.console.Console):
@@ -59,6 +70,7 @@ class Console(rich.console.Console):
 def print_json(value: Any) -> None:
     """One line for programs, on standard output."""
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    sys.stdout.flush()  # whoever reads it may be waiting for this line
 
 
 def percent(rate: float) -> str:
@@ -122,7 +134,8 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
     """The accuracies of a results.json, each as k of n with its interval."""
     from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate
 
-    meaning = MEANING | (DETECTION if results["guarantee"] == "detection" else {})
+    meaning, detection = (ATTACKED, DETECTION_ATTACKED) if "broken" in results else (MEANING, DETECTION)
+    meaning = meaning | (detection if results["guarantee"] == "detection" else {})
     numbers = "images", "rate", "95% interval"
     table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
     table.caption = remarks_text(results["remarks"])
@@ -146,7 +159,7 @@ class Bar:
         self.last_line = self.began = self.moment = time.monotonic()
         self.done = self.before = self.total = 0
         self.words = ""
-        self.due: float | None = None
+        self.burst = self.moment
         whole = Column(no_wrap=True)
         self.progress = Progress(
             TextColumn("[bold]{task.description}", table_column=whole),
@@ -174,16 +187,17 @@ class Bar:
             self.console.print(words, highlight=False, soft_wrap=True)
 
     def at(self, done: int, words: str) -> None:
-        now = time.monotonic()
-        if self.due is None and now - self.last_line > SECONDS_BETWEEN_LINES:
-            self.due = now
-        elif self.in_lines and self.due is not None and now - self.due > 1:
-            # Images come a batch at a time, all at once: so far, and how long that took, is known when the next comes.
-            passed, here = self.moment - self.began, self.done - self.before
+        now, here = time.monotonic(), self.done - self.before
+        next_batch = now - self.moment > 1
+        # Images come a batch at a time, all at once: so far, and how long that took, is known when the next comes.
+        known = (next_batch or now - self.burst > 1) and (here or self.words)
+        self.burst = now if next_batch else self.burst
+        if self.in_lines and known and now - self.last_line > SECONDS_BETWEEN_LINES:
+            passed = self.moment - self.began
             left = f", {clock(passed / here * (self.total - self.done))} left" if here else ""
             line = f"{self.done}/{self.total}  {clock(passed)}{left}  {self.words}"
             self.console.print(line, highlight=False, soft_wrap=True)
-            self.last_line, self.due = now, None
+            self.last_line = now
         self.done, self.moment, self.words = done, now, words
         self.progress.update(self.task, completed=done, words=words)
 

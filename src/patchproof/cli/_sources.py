@@ -22,10 +22,6 @@ UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run"
 """Settings that say how a run was begun or is shown, not what it is."""
 
 PHRASES = {
-    "continued: patch_sizes was": "continued: --patch differs: patch_sizes was",
-    "continued: patches was": "continued: --patches differs: patches was",
-    "continued: masks was": "continued: --masks differs: masks was",
-    "continued: images was": "continued: --limit or the data differ: images was",
     'load_classifier("bagnet9", weights)': "--model bagnet9",
     "remove it, or pass skip_bad=True": "remove it and begin again, or continue with --resume --skip-bad",
     "in another folder": "with another --output",
@@ -34,6 +30,15 @@ PHRASES = {
     "resume on any": "--resume on any",
 }
 """The library's words for what a flag does."""
+
+DIFFERS = {
+    "patch_sizes": "--patch differs: patch_sizes",
+    "patches": "--patches differs: patches",
+    "masks": "--masks differs: masks",
+    "images": "--limit or the data differ: images",
+    "name": "--defense",
+}
+"""What a run cannot be continued with, if it was another."""
 
 
 class EachOnce(yaml.SafeLoader):
@@ -102,6 +107,8 @@ def in_flags(message: str, kind: type[Any] | None) -> str:
     """A message of the library, which names parameters, in the words of this command's flags."""
     for words, flag in PHRASES.items():
         message = message.replace(words, flag)
+    if "cannot be continued: " in message:
+        message = re.sub(rf"(: |; )({'|'.join(DIFFERS)}) was", lambda m: f"{m[1]}{DIFFERS[m[2]]} was", message)
     for name in sorted((f.name for f in fields(kind)) if kind else (), key=len, reverse=True):
         flag = "--" + FLAGS.get(name, name).replace("_", "-")
         message = re.sub(rf"(?<![\w`-]){name}=True\b", flag, message)

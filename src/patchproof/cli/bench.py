@@ -160,7 +160,7 @@ def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, An
     engine: Any = defense.engine
     classifier: Any = defense.classifier
     masks, device = defense.masks, images.device
-    say(f"the bare network, {engine.batch_size} images at once")
+    say(f"the bare network {classifier.architecture}, {engine.batch_size} images at once")
     network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
     chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
     ways = {"fp32": ("fp32", False), engine.fast: (engine.fast, False)}

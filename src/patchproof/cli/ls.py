@@ -14,7 +14,8 @@ from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
 from patchproof.recipes import matching_recipes
-from patchproof.runs import ACCURACIES, StoredTraining, read_run
+from patchproof.runs import ACCURACIES, StoredTraining, Tally, read_run
+from patchproof.runs._folder import being_written
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
 
@@ -95,7 +96,7 @@ def runs_table(root: Path) -> Table:
     if not root.is_dir():
         raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
     numbers = "n", *ACCURACIES, "95% interval"
-    table = new_table("run", *numbers, "status", numbers=numbers)
+    table = new_table("run", "what", *numbers, "status", numbers=numbers)
     for folder in sorted(path.parent for path in root.rglob("manifest.json")):
         table.add_row(escape(str(folder.relative_to(root))), *_run_row(folder))
     return table
@@ -106,24 +107,31 @@ def _run_row(folder: Path) -> list[str]:
     try:
         run = read_run(folder)
     except PatchproofError as error:
-        return [*nothing, f"damaged: {escape(str(error))}"]
+        return ["", *nothing, f"damaged: {escape(str(error))}"]
+    unfinished = "running" if being_written(folder) else "stopped"
     if isinstance(run, StoredTraining):
-        best = run.best
+        best, what = run.best, f"train, {escape(run.strategy)}"
+        state = "trained" if (folder / "results.json").exists() else unfinished
+        status = escape("; ".join([f"{state} ({'no ' * (best is None)}validation)", *run.notices]))
         if best is None:
-            return [*nothing, "training stopped"]
+            return [what, *nothing, status]
         rates = percent(best.undefended.rate), "", percent(best.certified.rate)
-        status = escape("; ".join(["trained (validation)", *run.notices]))
-        return [str(best.certified.n), *rates, interval_text(best.certified), status]
+        return [what, str(best.certified.n), *rates, interval_text(best.certified), status]
+    masks = [run.masks_words] if run.masks else []
+    what = escape(", ".join([run.manifest["command"], run.defense, *masks, run.patch_words]))
     counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
     planned = run.planned or len(run.records)
     if not run.records and not (folder / "results.json").exists():
-        return [*nothing, f"stopped; 0 of {planned} done"]
+        return [what, *nothing, f"{unfinished}; 0 of {planned} done"]
     status = "complete" if len(run.good) == run.available else "partial"
     if len(run.records) < planned:
-        status = f"stopped; {len(run.records)} of {planned} done"
+        status = f"{unfinished}; {len(run.records)} of {planned} done"
     if run.guarantee != "recovery":
         status += f", {run.guarantee}"
+    attacked = Tally(["attacked"]).add(run.attacks).rates()["attacked"]
+    if attacked.n:
+        status += f", attacked {percent(attacked.rate)}"
     doubts = [notice.partition(": ")[0] for notice in run.notices if not notice.startswith("partial")]
     status = escape("; ".join([status, *doubts]))
     certified = run.rates["certified"]
-    return [str(certified.n), *counted, interval_text(certified) if certified.n else "", status]
+    return [what, str(certified.n), *counted, interval_text(certified) if certified.n else "", status]

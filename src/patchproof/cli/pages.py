@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -57,7 +56,6 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
         if settings.json:
             print_json({"explore": url})
-            sys.stdout.flush()
         else:
             console.print(f"explore: {escape(url)} (Ctrl-C ends it)")
         wait_for_ctrl_c()

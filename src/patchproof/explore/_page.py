@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from patchproof.explore import _draw as draw
 from patchproof.explore._explorer import NOISE, PATCH_KINDS, PICTURE, RECORD_KINDS, UPLOAD_LIMIT, Explorer, Selection
 from patchproof.explore._findings import explain, meaning, verdict
 from patchproof.geometry import size_words
-from patchproof.types import InputError, PatchproofError
+from patchproof.types import InputError, PatchproofError, require_address
 
 PAGE = 12
 """Images to pick from at a time."""
@@ -289,16 +288,7 @@ def required(shown: Selection | None) -> Selection:
 @contextmanager
 def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool = False) -> Iterator[str]:
     """The page at the address yielded, until the end of the block; uploads are deleted then."""
-    if port is not None and not 1 <= port <= 65535:
-        raise InputError(f"port must be from 1 to 65535, not {port}")
-    try:  # an address that cannot be had is refused at once; gradio would try a hundred ports, seconds each
-        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-    except (OSError, UnicodeError) as error:
-        place = f"{host}, port {port}" if port else host
-        raise InputError(f"cannot listen on {place}: {error}; choose another host or port") from error
+    require_address(host, port)  # gradio would try a hundred ports, seconds each
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
         gr, page = require_gradio(), ExplorerPage(explorer).blocks

@@ -21,6 +21,7 @@ from patchproof.data import Batch, as_source, load_groups, require_workers, spre
 from patchproof.defenses import Defense, assess, device_of, require_defense
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
+from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import Attacker
 from patchproof.runs._cost import require_memory
 from patchproof.runs._folder import (
@@ -84,6 +85,7 @@ def certify(
     `on_record` sees each new record once, and may raise to stop the run; `on_start` sees the tally of the records found
     in the folder and the number planned.
     """
+    require_arguments(locals())
     return Session(**locals()).execute()
 
 
@@ -110,6 +112,7 @@ def attack(
     `folder`/broken with its pixels. `on_step(step, steps)` sees each step of each attack. Everything else is as in
     `certify`.
     """
+    require_arguments(locals())
     options = {name: value for name, value in locals().items() if name not in ("plan", "on_step")}
     if not isinstance(plan, AttackPlan | None):
         raise InputError(f"plan must be an AttackPlan, e.g. AttackPlan(steps=40), not {plan!r}")
@@ -170,8 +173,6 @@ class Session:
     def __post_init__(self) -> None:
         require_defense(self.defense)
         require_workers(self.workers)
-        if self.executor is not None and not hasattr(self.executor, "at_work"):
-            raise InputError(f"executor must be one of patchproof.runs.executors, or like them, not {self.executor!r}")
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,14 @@ from patchproof.types import CheckError, InputError, require_free
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 FOLLOWS_FROM = {
     "masks": ("patch_sizes", "patches", "image_size", "name"),
-    "guarantee": ("name",),
-    "exhaustive": ("name",),
     "fill": ("weights_sha256",),
     "steps": ("epochs", "batch_size", "images"),
     "data_sha256": ("images",),
 }
 """What need not be named when one of these is another: it follows from that."""
+
+THREAT = ("name", "image_size", "patch_sizes", "patches")
+"""Of a defence; the rest follows from its name."""
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading values from damaged or hostile JSON may raise."""
@@ -180,6 +182,18 @@ class RunFolder:
         _write(self.records_path, "ab", b"".join(lines))
 
 
+def being_written(folder: Path) -> bool:
+    """Does a process have the run's folder open?"""
+    try:
+        if (folder / ".lock").exists():  # no file is made where none is
+            FileLock(folder / ".lock").acquire(timeout=0).lock.release()
+    except Timeout:
+        return True
+    except OSError:  # not ours to lock
+        return False
+    return False
+
+
 def checked_prefix(
     records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
@@ -206,9 +220,13 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
         )
     different = list(differences(stored["identity"], current["identity"]))
     names = {key for key, _, _ in different}
-    different = [one for one in different if not names & set(FOLLOWS_FROM.get(one[0], ()))]
+    own = {*stored["identity"].get("defense", ()), *current["identity"].get("defense", ())}
+    follows = dict.fromkeys(own - set(THREAT), ("name",)) | FOLLOWS_FROM
+    different = [one for one in different if not names & set(follows.get(one[0], ()))]
     if different:
         named = "; ".join(f"{key} was {_short(before)}, now {_short(now)}" for key, before, now in different)
+        if stored["command"] == "train" and "weights_sha256" in names:
+            named += "; the classifier must be as it was when the training began, so build or load it anew"
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
 
 
@@ -223,4 +241,6 @@ def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
+    if re.fullmatch("[0-9a-f]{64}", text):  # a sha256
+        return f"{text[:12]}…"
     return text if len(text) <= 90 else text[:89] + "…"

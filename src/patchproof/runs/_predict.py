@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,21 @@ from patchproof.defenses import (
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
+from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import as_judge
 from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
-from patchproof.runs._reading import StoredCertification
+from patchproof.runs._reading import StoredCertification, printable
 from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of
 
 SMALL = 64
 """An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
 
 DECODERS = 2
+
+FIRST = 4
+"""Images that are answered together at first; then twice as many, and so on: the first answers do not wait for all."""
 
 USABLE = "image file, PIL image or float tensor (c h w)"
 
@@ -92,6 +97,7 @@ def predict(
     Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
     that a fast precision misjudges is answered, and certified, in float32.
     """
+    require_arguments(locals())
     if isinstance(defense, nn.Module) or not callable(defense):
         require_defense(defense)
     if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
@@ -121,10 +127,14 @@ def predict(
         return ready, preprocess(pixels, how)
 
     answers, size = Predictions(), getattr(defense, "images_at_once", IMAGES_AT_ONCE)
+    ends, piece = [0], min(FIRST, size)
+    while ends[-1] < len(images):
+        ends.append(ends[-1] + piece)
+        piece = min(2 * piece, size)
     with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
         waiting: deque[list[tuple[str, Future[Any]]]] = deque()
-        for start in range(0, len(images) + size, size):
-            batch = enumerate(images[start : start + size], start)
+        for start, end in pairwise([*ends, ends[-1]]):
+            batch = enumerate(images[start:end], start)
             waiting.append([(_name(image, number), pool.submit(read, image)) for number, image in batch])
             if len(waiting) > 1:
                 for answer in _answers(waiting.popleft(), answers):
@@ -219,7 +229,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if wanted is None or found != wanted:
         raise CheckError(
             f"these weights are not known to be those that {run.folder} certified (sha256 {str(found)[:12]}…, not "
-            f"{str(wanted)[:12]}…); give the weights of that run"
+            f"{str(wanted)[:12]}…); give the weights of that run{f', {printable(run.weights)}' if run.weights else ''}"
         )
     if run.fill is not None and tuple(run.fill) != tuple(getattr(classifier, "fill", run.fill)):
         raise CheckError(f"{run.folder} was certified with masked pixels of {run.fill}; this classifier has other ones")

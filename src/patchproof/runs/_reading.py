@@ -21,7 +21,7 @@ from typing import Any
 from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, size_words, whole_size
 from patchproof.models import wordnet_words
-from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
+from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
@@ -273,14 +273,16 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
     if run.planned < run.available:
         yield f"partial: {run.planned:,} of {run.available:,} images were asked for"
     if len(run.records) < run.planned:
-        yield f"partial: {len(run.records):,} of {run.planned:,} images are done; resume the run to finish it"
+        yield f"partial: {len(run.records):,} of {run.planned:,} images are done; {_goes_on(run.folder)}"
     bad = len(run.records) - len(run.good)
     if bad:
         yield f"partial: {count_words(bad, 'bad image was', 'bad images were')} skipped"
     if not run.records:
         yield "there is no record yet, so there is nothing to count"
     if results is None:
-        yield "results.json is missing or damaged; the accuracies are counted from the records, the time is not known"
+        if len(run.records) >= run.planned:  # else it is yet to be written
+            how = "the accuracies are counted from the records, the time is not known"
+            yield f"results.json is missing or damaged; {how}"
         return
     attacked = len(run.attacks) == len(run.good)
     names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]
@@ -299,13 +301,13 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
     losses = dict(value for value in found if not isinstance(value, StoredEpoch))
     epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
     results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
-    if results is None:
-        notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
     for said in (results or {}).get("epochs") or ():
         if (logged := epochs.get(index(said["epoch"]))) is not None and logged != _epoch(said):
             notices.append(f"results.json and log.jsonl contradict each other about epoch {logged.epoch}")
     if isinstance(total, int) and done < total:
-        notices.append(f"partial: {done:,} of {total:,} steps are done; resume the run to finish it")
+        notices.append(f"partial: {done:,} of {total:,} steps are done; {_goes_on(folder)}")
+    elif results is None:
+        notices.append("results.json is missing or damaged: training was stopped, or the file was lost")
     if len(losses) < done:
         lost = count_words(done - len(losses), "step is", "steps are")
         notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
@@ -328,6 +330,10 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         seconds=_seconds(results),
         notices=tuple(notices),
     )
+
+
+def _goes_on(folder: Path) -> str:
+    return "it is running" if being_written(folder) else "resume the run to finish it"
 
 
 def _log_line(line: str) -> StoredEpoch | tuple[int, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from patchproof.models import (
     settled,
     weights_sha256,
 )
+from patchproof.runs._arguments import require_arguments
 from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import (
     SCHEMA,
@@ -112,14 +112,13 @@ def train(
     from patchproof.training.gradcam import named_layer
     from patchproof.training.loop import TrainingData, start_accelerator
 
+    require_arguments(locals())
     plan, source = Plan() if plan is None else plan, as_source(data)
     network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
-    if not 0 <= checkpoint_minutes < math.inf:
-        raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
     require_workers(workers)
     accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
     path = None if folder is None else Path(folder)
@@ -230,9 +229,11 @@ class Progress:
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
+        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
+        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": loss}
+        epoch |= {name: rate.as_dict() for name, rate in found.items()}
+        notes["epochs"].append(epoch)
         if found:
-            epoch = {"epoch": report.epoch + 1, "step": report.step, **{k: r.as_dict() for k, r in found.items()}}
-            notes["epochs"].append(epoch)
             best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
             if best is epoch:  # the first of equals stays
                 notes["best"] = epoch
@@ -240,7 +241,6 @@ class Progress:
                     seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
-        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
         self.save()
         return EpochReport(report.epoch + 1, report.step, loss, found)
 
@@ -334,6 +334,8 @@ class Validation:
         skip_bad: bool,
     ) -> None:
         self.source, size = source, classifier.input_size
+        self.threat, self.name = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
+        defense(self.name, classifier.eval(), self.threat)  # refuses, before an image is read, what it cannot be
         indices = spread_indices(source, plan.validation_images)
         how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
         batches = iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad)
@@ -345,8 +347,6 @@ class Validation:
         ]
         if not self.batches:
             raise InputError(f"none of the {len(indices)} validation images can be read")
-        self.threat, self.name = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
-        defense(self.name, classifier.eval(), self.threat)  # refuses at once what it cannot be
 
     def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
         defended = defense(self.name, classifier.eval(), self.threat)

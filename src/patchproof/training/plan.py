@@ -11,6 +11,7 @@ from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
 from patchproof.training.strategies import VIEW, MaskingStrategy, require_strategy
+from patchproof.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Plan(TrainingSettings):
         super().__post_init__()
         if isinstance(self.strategy, str):
             require_strategy(self.strategy)
+        if not (self.teacher is None or callable(self.teacher)):
+            raise InputError(f"teacher must be a classifier, e.g. pp.load_checkpoint(…), not {self.teacher!r}")
 
     def describe(self) -> dict[str, Any]:
         """As JSON: a strategy, loss or teacher of the user's own by its type and, where it has one, its `describe()`; a
