@@ -80,6 +80,13 @@ def test_stored_runs_of_earlier_versions_stay_readable(tmp_path):
     assert run.class_name(0) == "tench"
     results = json.loads((folder / "results.json").read_text())
     assert run.seconds == results["cost"]["seconds"]
+    assert run.rates["certified"].as_dict() == results["certified"]  # from records.jsonl.xz
+    assert not [words for words in run.notices if "resume" in words or "contradicts" in words or "missing" in words]
+    assert read_run(folder.parent / "train").losses
+    shutil.copytree(folder, tmp_path / "cut")
+    packed = tmp_path / "cut" / "records.jsonl.xz"
+    packed.write_bytes(packed.read_bytes()[:-100])
+    assert "records.jsonl is missing or cannot be read" in read_run(tmp_path / "cut").notices
     kinds = {}
     for path in sorted(RESULTS.glob("*/*/*/manifest.json")):
         made = json.loads(path.read_text("utf-8"))
