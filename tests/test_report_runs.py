@@ -355,7 +355,8 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
         "masks",
         "patch",
     ]  # not the number of images
-    assert all(f"{name} {complete.rows[0][i]}" in shown.notes[0] for i, name in enumerate(left_out, start=2))
+    assert all(str(complete.rows[0][i]) in shown.notes[0] for i, name in enumerate(left_out, start=2))
+    assert ", guarantee recovery, 3×3 masks, patch 5×5 px (3.2%)." in shown.notes[0]
     report = build_report([one.run.folder for one in runs])
     assert [t.columns for t in report.tables if t.key == "runs"] == [complete.columns]
 

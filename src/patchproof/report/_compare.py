@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, Expectation, recipes
@@ -42,6 +43,13 @@ def rate_note(runs: Iterable[StoredCertification]) -> str:
     found = sorted({run.guarantee for run in runs})
     words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
     return f"Rates with exact 95% intervals; {words}."
+
+
+def validated_with(run: StoredTraining) -> tuple[str, str]:
+    """The defence that certified the validation images, in words, and its guarantee."""
+    name = str(run.manifest["identity"]["plan"].get("validate_with") or "patchcleanser")
+    words = "double masking with 3×3 masks" if name == "patchcleanser" else printable(name)
+    return words, DEFENSES[name].kind.guarantee if name in DEFENSES else "unknown guarantee"
 
 
 def split_words(run: StoredCertification) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
-from patchproof.report._compare import GUARANTEES, TracedRun
+from patchproof.report._compare import GUARANTEES, TracedRun, validated_with
 from patchproof.report._counts import (
     FEW,
     LEVEL,
@@ -259,8 +259,9 @@ def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:
             continue
         rate = run.best.certified
         words = f"epoch {run.best.epoch} of {len(run.epochs)} is the best, {percent(rate.rate)} certified"
+        how = "{} ({})".format(*validated_with(run))
         verdict.append(
-            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) on {rate.n:,} validation images."
+            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) by {how} on {rate.n:,} validation images."
         )
         if len(run.epochs) > 1 and run.best.epoch == run.epochs[-1].epoch:
             steps.append(f"Train {run.name} for more epochs: the last one is the best.")

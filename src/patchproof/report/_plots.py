@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from patchproof.report._compare import TracedRun, strategy_order
+from patchproof.report._compare import TracedRun, strategy_order, validated_with
 from patchproof.report._counts import MOST_CLASSES, Comparison, attacked_rates, by_class, mask_shares, outcomes
 from patchproof.report._figures import (
     COLOURS,
@@ -245,7 +245,9 @@ def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
     """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
     learned, validated, pictures = [run for run in runs if run.losses], [run for run in runs if run.epochs], []
     if learned:
-        title = f"Training loss, n = {counts(len(run.losses) for run in learned)} steps, 80% of them in the band"
+        banded = any(len(run.losses) > POINTS for run in learned)
+        title = f"Training loss, n = {counts(len(run.losses) for run in learned)} steps"
+        title += ", 80% of them in the band" * banded
         with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
             for number, run in enumerate(learned):
                 # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
@@ -256,16 +258,18 @@ def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
                 axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
                 axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
             axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         pictures.append(picture)
+    every = [rate for run in validated for epoch in run.epochs for rate in (epoch.certified, epoch.undefended)]
+    guarantees = ", ".join(sorted({validated_with(run)[1] for run in validated}))
     for name in ("certified", "undefended") if validated else ():
-        every = [getattr(epoch, name) for run in validated for epoch in run.epochs]
         title = f"Validation, {name}, n = {counts(rate.n for rate in every)}"
         alt, height = f"{title}: accuracy after each epoch, 95% intervals.", 3.0 + 0.16 * len(validated)
         with drawing(f"validation-{name}", title, alt, height=height) as (picture, axes):
             for number, run in enumerate(validated):
                 at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
                 error_line(axes, at, rates, label=line_name(run), number=number, of=len(validated))
-            words = "certified (recovery)" if name == "certified" else name
+            words = f"certified ({guarantees})" if name == "certified" else name
             last = max(run.epochs[-1].epoch for run in validated)
             axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
             percent_axis(axes, every)

@@ -13,7 +13,16 @@ import numpy as np
 from patchproof.geometry import size_words
 from patchproof.models import load_checkpoint
 from patchproof.report import _plots
-from patchproof.report._compare import GUARANTEES, MADE, TracedRun, paper_table, rate_note, runs_table, split_words
+from patchproof.report._compare import (
+    GUARANTEES,
+    MADE,
+    TracedRun,
+    paper_table,
+    rate_note,
+    runs_table,
+    split_words,
+    validated_with,
+)
 from patchproof.report._counts import (
     Comparison,
     Paired,
@@ -60,7 +69,7 @@ LOST = "Where the pixels of a patch are not kept, as in old runs, its place is b
 WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
 HOLM = "Holm: p corrected for the number of rows tested together."
 BORDER = "Where interval and test disagree, as they may at the border of what n images can show, the test decides."
-VALIDATED = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
+VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
 
 @dataclass(frozen=True)
@@ -323,13 +332,13 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
             "best epoch": run.best.epoch if run.best else None,
             "undefended": run.best.undefended if run.best else None,
             "certified": run.best.certified if run.best else None,
+            "certified by": "{} ({})".format(*validated_with(run)),
+            "best epoch chosen on": run.selected_on,
         }
         for run in runs
     ]
-    chosen = "; ".join(f"{run.name}: {run.selected_on}" for run in runs if run.selected_on)
-    notes = [VALIDATED, *([f"The best epoch is chosen on {chosen}."] if chosen else [])]
-    tables = [Table.of("training", "Training", rows, notes)]
-    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=tables)]
+    table = Table.of("training", "Training", rows, [VALIDATED]).concise()
+    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=[table])]
     source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
     classifiers = {}
     for run in runs if source else ():
