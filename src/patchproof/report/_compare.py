@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -21,6 +22,9 @@ GUARANTEES = {
     "recovery": "the right label under any such patch",
     "detection": "the right label or an alarm under any such patch",
 }
+LONG_NAME = 30
+"""Letters of a run's name that fit into headings, labels and sentences."""
+
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "resnet": ("ResNet", ("resnet", "resnext", "wide_resnet")),
@@ -84,6 +88,21 @@ class TracedRun:
     @cached_property
     def paper(self) -> list[tuple[str | None, Expectation]]:
         return paper_numbers(self.run, self.strategy)
+
+
+def shortly_named(
+    certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
+) -> tuple[list[StoredCertification], list[StoredTraining]]:
+    """Long names of several runs without the words that they all share."""
+    names = [run.name for run in (*certified, *trained)]
+    if max(map(len, names)) > LONG_NAME:
+        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in names]
+        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words))
+        short = ["".join(word for word in one if word.rstrip("-/") not in common).rstrip("-/") for one in words]
+        short = [found or name for found, name in zip(short, names, strict=True)]
+        names = short if len(set(short)) == len(names) else names
+    found = iter(names)
+    return [replace(run, name=next(found)) for run in certified], [replace(run, name=next(found)) for run in trained]
 
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
@@ -162,6 +181,7 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
         made = [*(run.manifest.get(name) for name in MADE[:2]), run.weights_sha256]
         row: dict[str, Cell] = {
             "run": run.name,
+            "folder": printable(str(run.folder)),
             "strategy": one.label,
             "data set": run.dataset,
             "split": split_words(run),
@@ -183,10 +203,11 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
 def paper_table(traced: Sequence[TracedRun]) -> Table:
     """Rows are strategies; each setting has columns for the defended and the certified accuracy, and the paper's.
 
-    A second run of the same strategy in the same setting goes to a second row.
+    A second run of the same strategy in the same setting goes to a second row, named by its run.
     """
     named = len({one.defense_words for one in traced}) > 1
     found: dict[tuple[str, int], dict[Column, Cell]] = {}
+    runs: dict[tuple[str, int], list[str]] = {}
     columns: dict[Column, None] = {}
     for one in traced:
         run, defense = one.run, [one.defense_words] if named else []
@@ -199,11 +220,12 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         while not cells.keys().isdisjoint(found.setdefault((one.label, number), {})):
             number += 1
         found[one.label, number] |= cells
+        runs.setdefault((one.label, number), []).append(run.name)
         columns |= dict.fromkeys(cells)
     known = [column for column in columns if any(row.get(column) is not None for row in found.values())]
     rows = []
     for label, number in sorted(found, key=lambda row: (*strategy_order(row[0]), row[1])):
-        name = label if number == 1 else f"{label} (run {number})"
+        name = f"{label} ({', '.join(runs[label, number])})" if (label, 2) in found else label
         rows.append((name, *map(found[label, number].get, known)))
     about = (*notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
     return Table("comparison", "Defended and certified accuracy", [Column("strategy"), *known], rows, about)

@@ -180,6 +180,15 @@ class Comparison:
         return self.accuracies["certified"]
 
 
+def same_defense(*runs: StoredCertification) -> bool:
+    """Whether all runs are about one network behind one defence."""
+    about = [
+        (run.weights_sha256, run.defense, run.masks, run.image_size, run.patch_sizes, run.patches, run.native)
+        for run in runs
+    ]
+    return about[0][0] is not None and all(one == about[0] for one in about)
+
+
 def why_not_paired(base: StoredCertification, run: StoredCertification) -> str | None:
     """Why the images of two runs are not the same ones, or their certificates not the same claim; None if they are."""
     if base.data_sha256 is None or run.data_sha256 is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -213,12 +212,12 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
         alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals."
         key = "by-" + what.removesuffix(" size").replace(" ", "-")
         with drawing(key, title, alt, height=3.0 + 0.16 * len(lines)) as (picture, axes):
-            seen = Counter[str]()
-            for number, (words, line) in enumerate(zip(names, lines, strict=True)):
+            labels = [shortened(" · ".join(words[i] for i in differ), 60) for words in names]
+            for number, (label, line) in enumerate(zip(labels, lines, strict=True)):
                 at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
-                label, rates = shortened(" · ".join(words[i] for i in differ), 60), [one.certified for _, one in line]
-                seen[label] += 1
-                label += f" (run {seen[label]})" if seen[label] > 1 else ""  # e.g. two trainings with one strategy
+                rates, run = [one.certified for _, one in line], line[0][1].run
+                if labels.count(label) > 1:  # e.g. two trainings with one strategy
+                    label += f" ({shortened_name(run.name, 40)})"
                 error_line(axes, at, rates, label=label, number=number, of=len(lines), joined=by_strategy)
             if by_strategy:
                 aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside

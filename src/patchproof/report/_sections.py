@@ -24,6 +24,7 @@ from patchproof.report._compare import (
     validated_with,
 )
 from patchproof.report._counts import (
+    FEW_PER_CLASS,
     Comparison,
     Paired,
     attacked_rates,
@@ -266,6 +267,7 @@ def side_by_side(traced: Sequence[TracedRun], comparisons: Sequence[Comparison])
     repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
     elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
     elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
+    elsewhere += ["folder"] if all(str(one.run.folder.resolve()).endswith(one.run.name) for one in traced) else []
     return [
         Section("comparison", "Strategies", tables=[paper_table(traced)], shown=not repeated),
         *paired,
@@ -310,7 +312,7 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
     ordered = [row for _, row in sorted(found, key=lambda pair: pair[0])]
     table = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
     classes = table.excerpt(table.rows[:few], "smallest p").concise([] if several else ["run"])
-    enough = len(one.classes) > 1 and enough_per_class(base)
+    enough = len(one.classes) > 1 and one.certified.n >= FEW_PER_CLASS * len(one.classes)
     return [
         Section("paired", title, (), pictures, [shown]),
         Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=enough),
