@@ -377,6 +377,8 @@ def test_long_names_are_their_differences_and_what_cannot_be_told_apart_is_left_
     assert "no training is known" not in page
     (table,) = (table for section in report.sections for table in section.tables if table.key == "runs")
     assert [row[:2] for row in table.rows] == [(k, str(tmp_path / v)) for k, v in names.items()]
+    alike = [write_run(tmp_path / f"certify-{common}-{name}", manifest(count=3), records) for name in ("a", "b")]
+    assert "certify-b against certify-a" in build_report(alike).html()
     short = [write_run(tmp_path / name, manifest(count=3), records) for name in ("r-best", "r-last")]
     (table,) = (t for s in build_report(short).sections for t in s.tables if t.key == "runs")
     assert ([row[0] for row in table.rows], table.columns[1].name) == (["r-best", "r-last"], "undefended")

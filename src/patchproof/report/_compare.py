@@ -93,13 +93,13 @@ class TracedRun:
 def shortly_named(
     certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
 ) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Long names of several runs without the words that they all share."""
+    """Long names of several runs without the words that they all share, but the first."""
     names = [run.name for run in (*certified, *trained)]
     if max(map(len, names)) > LONG_NAME:
         words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in names]
         common = set.intersection(*({word.rstrip("-/") for word in one} for one in words))
-        short = ["".join(word for word in one if word.rstrip("-/") not in common).rstrip("-/") for one in words]
-        short = [found or name for found, name in zip(short, names, strict=True)]
+        kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
+        short = ["".join(one).rstrip("-/") for one in kept]
         names = short if len(set(short)) == len(names) else names
     found = iter(names)
     return [replace(run, name=next(found)) for run in certified], [replace(run, name=next(found)) for run in trained]
