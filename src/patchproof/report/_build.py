@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from patchproof.report._compare import mixed_notices, shortly_named, trace
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, conclude_training
-from patchproof.report._counts import compare, same_defense, why_not_paired
+from patchproof.report._counts import compare, rivals, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._sections import Section, meanings, one_certification, side_by_side, trainings
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
@@ -149,22 +149,14 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
             if not same:
                 raise InputError(f"baseline must be one of the certifications in the report, not {chosen.baseline}")
             base = same[0]
-        # An attack is no rival of what it attacks.
-        rivals, twins = [base.run], dict[str, str]()
-        for run in sorted((one.run for one in traced if one is not base), key=lambda run: bool(run.attacks)):
-            same = [one.name for one in rivals if (one.attacks or run.attacks) and same_defense(one, run)]
-            if same:
-                twins[run.name] = same[0]
-            else:
-                rivals.append(run)
-        unpaired = {run.name: reason for run in rivals[1:] if (reason := why_not_paired(base.run, run)) is not None}
-        comparisons = compare(base.run, *(run for run in rivals[1:] if run.name not in unpaired))
+        others, twins = rivals(base.run, [one.run for one in traced if one is not base])
+        unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
+        comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
         sections = side_by_side(traced, comparisons)
         conclusion = conclude_several(traced, base, comparisons, unpaired, twins)
         attacks = sum(bool(run.attacks) for run in certified)
-        kinds = {("certification", "certifications"): len(certified) - attacks, ("attack", "attacks"): attacks}
-        named = " and ".join(count_words(count, *words) for words, count in kinds.items() if count)
-        title = f"{named} side by side"
+        kinds = [(len(certified) - attacks, "certification", "certifications"), (attacks, "attack", "attacks")]
+        title = f"{' and '.join(count_words(*kind) for kind in kinds if kind[0])} side by side"
         subtitle = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
     elif traced:
         (one,), (run,) = traced, certified

@@ -94,7 +94,7 @@ def shortly_named(
     certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
 ) -> tuple[list[StoredCertification], list[StoredTraining]]:
     """Long names of several runs without the words that they all share, but the first."""
-    names = [run.name for run in (*certified, *trained)]
+    names = [*(run.name for run in certified), *(run.name for run in trained)]
     if max(map(len, names)) > LONG_NAME:
         words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in names]
         common = set.intersection(*({word.rstrip("-/") for word in one} for one in words))

@@ -280,7 +280,7 @@ def conclude_several(
     for name, other in list(twins.items())[:NAMED]:
         verdict.append(f"{name} and {other} are of the same weights and defence: there is nothing to choose between.")
     if ordered:
-        verdict[:0] = [f"{one.run.name}: {words}" for one in known if (words := one_answer(one.run))]
+        verdict[:0] = [f"{one.run.name}: {single}" for one in known if (single := one_answer(one.run))]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

@@ -203,7 +203,8 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
         names = []
         for (_, one), *_ in lines:
             shared = [f"{one.run.dataset}, n = {one.certified.n:,}", one.run.architecture, one.defense_words]
-            names.append([*[one.strategy or one.first] * by_strategy, *shared, *(getattr(one.run, name) for name in same)])
+            named = [one.strategy or one.first] if by_strategy else []
+            names.append([*named, *shared, *(getattr(one.run, name) for name in same)])
         differ = [i for i, words in enumerate(zip(*names, strict=True)) if len(set(words)) > 1] or [0]
         points = [point for line in lines for point in line]
         values, guarantees = sorted({value for value, _ in points}), sorted({one.run.guarantee for _, one in points})

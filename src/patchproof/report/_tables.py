@@ -17,8 +17,10 @@ from patchproof.runs import Rate
 Cell = str | int | float | Rate | Paired | None
 NOTHING = "–"
 
-COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
-COMMON += ("certified by", "best epoch chosen on")
+COMMON = (
+    *("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images"),
+    *("certified by", "best epoch chosen on"),
+)
 """Columns that become a note where they are the same in every row."""
 
 
