@@ -34,7 +34,7 @@ from patchproof.report._plots import comparison_pictures
 from patchproof.report._tables import csv_text
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs, shortened_name
-from run_folders import CLASSES, detection, manifest, random_records, write_run
+from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RESULTS = Path(__file__).parents[1] / "results"
@@ -378,7 +378,8 @@ def test_long_names_are_their_differences_and_what_cannot_be_told_apart_is_left_
     (table,) = (table for section in report.sections for table in section.tables if table.key == "runs")
     assert [row[:2] for row in table.rows] == [(k, str(tmp_path / v)) for k, v in names.items()]
     alike = [write_run(tmp_path / f"certify-{common}-{name}", manifest(count=3), records) for name in ("a", "b")]
-    assert "certify-b against certify-a" in build_report(alike).html()
+    learned = write_training(tmp_path / "train")
+    assert "certify-b against certify-a" in build_report([*alike, learned]).html()
     short = [write_run(tmp_path / name, manifest(count=3), records) for name in ("r-best", "r-last")]
     (table,) = (t for s in build_report(short).sections for t in s.tables if t.key == "runs")
     assert ([row[0] for row in table.rows], table.columns[1].name) == (["r-best", "r-last"], "undefended")

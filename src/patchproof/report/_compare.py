@@ -93,16 +93,21 @@ class TracedRun:
 def shortly_named(
     certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
 ) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Long names of several runs without the words that they all share, but the first."""
-    names = [*(run.name for run in certified), *(run.name for run in trained)]
-    if max(map(len, names)) > LONG_NAME:
-        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in names]
-        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words))
+    """Long names of several certifications, or trainings, without the words that they all share, but the first."""
+    names, short = list[str](), list[str]()
+    for found in ([run.name for run in certified], [run.name for run in trained]):
+        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in found]
+        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words)) if len(words) > 1 else set()
         kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
-        short = ["".join(one).rstrip("-/") for one in kept]
-        names = short if len(set(short)) == len(names) else names
-    found = iter(names)
-    return [replace(run, name=next(found)) for run in certified], [replace(run, name=next(found)) for run in trained]
+        names += found
+        short += ["".join(one).rstrip("-/") for one in kept]
+    if max(map(len, names)) <= LONG_NAME or len(set(short)) < len(names):
+        short = names
+    count = len(certified)
+    return (
+        [replace(run, name=name) for run, name in zip(certified, short[:count], strict=True)],
+        [replace(run, name=name) for run, name in zip(trained, short[count:], strict=True)],
+    )
 
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:

@@ -254,7 +254,7 @@ def conclude_several(
     elif ordered:
         verdict.insert(0, f"No run certifies clearly more images than the baseline {own}.")
         why = "clearly better on clean images, no clear difference in certificates"
-        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own} until a difference is clear.")
+        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own}: no other is clearly better.")
     for c in [c for c in ordered if c not in clear and c.certified.images_needed is not None][:1]:
         needed, has = c.certified.images_needed or 0, c.run.available
         room = f", and the data set has {has:,}" if needed > has else ""
