@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import lzma
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from scipy import stats
@@ -88,13 +86,8 @@ DEFENSES = ("double masking", "mask removed", "literal rule")
 
 
 def stored(path: Path) -> Any:
-    """A run whose lines are kept compressed; one whose files contradict each other is refused."""
-    with TemporaryDirectory() as place:
-        for file in path.iterdir():
-            content = file.read_bytes()
-            unpacked = lzma.decompress(content) if file.suffix == ".xz" else content
-            (Path(place) / file.name.removesuffix(".xz")).write_bytes(unpacked)
-        run = read_run(Path(place), path.name)
+    """The run in this folder; one whose files contradict each other is refused."""
+    run = read_run(path)
     remarks = read_json(path / "manifest.json").get("remarks") or ()  # true of a run that is whole
     wrong = [notice for notice in run.notices if not notice.startswith("partial: ") and notice not in remarks]
     if wrong:

@@ -109,13 +109,14 @@ def write_run(folder: Path, content: dict[str, Any], records: Sequence[Record], 
     return folder
 
 
-def write_training(folder: Path, *, strategy: str = "greedy", steps: int = 20, epochs: int = 2) -> Path:
+def write_training(folder: Path, *, strategy: str = "greedy", steps: int = 20, epochs: int = 2, **plan: Any) -> Path:
     folder.mkdir(parents=True)
     content = {
         "schema": 1,
         "command": "train",
         "config": {"dataset": "nowhere"},
-        "identity": {"plan": {"strategy": strategy, "mask_patch": "3%"}},
+        "identity": {"plan": {"strategy": strategy, "mask_patch": "3%"} | plan},
+        "data": {"validation": {"name": "pets", "split": "validation"}},
         "search": {"forwards": 25, "backwards": 0},
         "steps": steps,
     }

@@ -237,7 +237,7 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
         "test",
     ]
     assert recorded["remarks"] == []
-    assert "The best epoch is chosen on r: pets, split validation." in build_report([Path("r")]).html()
+    assert "best epoch chosen on pets, split validation." in build_report([Path("r")]).html()
     for split, optimistic in (("test", False), ("validation", True)):
         chosen = ["--weights", "r/checkpoint-best", "--dataset", str(data), "--split", split, "--output", split]
         assert run(["certify", *chosen]) == 0

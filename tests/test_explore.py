@@ -174,11 +174,15 @@ def test_every_image_of_the_run_has_the_findings_of_its_record(explorer, certifi
     records = [json.loads(line) for line in (certified / "records.jsonl").read_text().splitlines()]
     assert [record.index for record in explorer.records] == [record["index"] for record in records]
     assert {record["certified"] for record in records} == {True, False}
+    assert ", 3×3 masks, " in explorer.title
     assert not explorer.evaluator.strict  # a hostile image does not stop the page
     assert not explorer.defense.evaluator.strict
     for record, written in zip(explorer.records, records, strict=True):
         shown = explorer.pick(record)
         assert shown.finding.certified == written["certified"]
+        assert ("as far as the run looked" in shown.words) == (
+            not written["certified"]
+        )  # its margin may not be the least
         assert (shown.finding.answer == record.label) == written["defended"]
         assert (explorer.rounds(shown.pixels).answer == record.label) == written["defended"]
         if written["certified"]:
@@ -250,7 +254,7 @@ def test_two_patches_are_placed_one_at_a_time_and_optimised_together(monkeypatch
         source,
         records,
     )
-    assert "two patches of 5×5 pixels anywhere on 28×28, 10 masks" in explorer.title
+    assert "two patches of 5×5 pixels anywhere on 28×28, 10 unions of 2×2 masks" in explorer.title
     shown = explorer.pick(records[0]).moved(20, 20)
     shown = replace(shown, chosen=1).moved(3, 4)
     assert [(one.top, one.left) for one in shown.patches] == [(20, 20), (3, 4)]
@@ -554,7 +558,13 @@ def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monke
         seen["url"] = url
         seen["page"] = urllib.request.urlopen(url, timeout=20).read().decode()
 
+    import gradio
+
     monkeypatch.setattr(command, "wait_for_ctrl_c", visit)
+    monkeypatch.setattr(gradio.networking, "url_ok", lambda url: False)  # as on a slow machine
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
     sys.addaudithook(hear)
     watching.set()
     try:
@@ -565,7 +575,6 @@ def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monke
     assert "patchproof explore" in seen["page"]
     assert not re.search(r'(src|href)="https?://', seen["page"])
     assert {place[0] for place in connected if isinstance(place, tuple)} <= {"127.0.0.1"}
-    import gradio
 
     def interrupted(*_: object, **__: object) -> None:
         raise RuntimeError("deque mutated during iteration")  # as gradio's close does now and then
@@ -580,3 +589,10 @@ def test_the_command_serves_the_page_here_only_and_calls_nobody(certified, monke
     assert "warning: listening on 0.0.0.0: whoever can reach this machine can use the page" in capsys.readouterr().out
     assert run(["explore", str(certified), "--device", "cpu", "--host", "256.1.1.1"]) == 2
     assert_one_line(capsys.readouterr().err, r"cannot listen on 256\.1\.1\.1")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise gradio.blocks.httpx.ConnectError("[Errno 111] Connection refused")
+
+    monkeypatch.setattr(gradio.blocks.httpx, "get", unreachable)
+    assert run(["explore", str(certified), "--device", "cpu"]) == 1
+    assert_one_line(capsys.readouterr().err, r"the page does not answer on 127\.0\.0\.1: \[Errno 111\]")

@@ -225,6 +225,8 @@ def test_a_file_is_dropped_in_or_refused_and_the_image_stays(visit, monkeypatch,
     def evil(*given):
         raise InputError("<b>evil</b> & co")
 
+    visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
+
     for name, content, words in (
         ("notes.txt", b"no image at all", r"cannot use notes\.txt: not an image"),
         ("cut.png", png()[:60], r"cannot use cut\.png"),
@@ -232,8 +234,7 @@ def test_a_file_is_dropped_in_or_refused_and_the_image_stays(visit, monkeypatch,
     ):
         if name == "evil.png":
             monkeypatch.setattr(Explorer, "own", evil)
-        visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
-        visit.page.wait_for_selector("#own button:has-text('Drop File Here')")
+        visit.page.wait_for_selector("#own button:has-text('Drop File Here')")  # a refused file is taken out again
         visit.drop("#own", name, content)
         visit.until(TOAST, words)
         assert verdict.all_inner_texts() == before
@@ -241,7 +242,6 @@ def test_a_file_is_dropped_in_or_refused_and_the_image_stays(visit, monkeypatch,
     large = tmp_path / "large.png"
     with large.open("wb") as file:
         file.truncate(UPLOAD_LIMIT + 1)
-    visit.page.locator("#own button[aria-label='Clear'], #own button[aria-label*='emove']").first.click()
     visit.page.set_input_files("#own input[type=file]", large)
     visit.until("body", r"exceed the maximum allowed size of 20")
     assert "Traceback" not in visit.text("body")
@@ -270,6 +270,13 @@ OVER_THE_EDGE = """() => [...document.querySelectorAll('#table .pp-cell')].filte
 """Cells that the widest number, marked as wrong, does not fit into."""
 
 
+EDGES = """() => [['.pp-cards', '#kind', 'left'], ['.pp-cards', '#kind', 'right'], ['#back', '#page-number', 'top'],
+  ['#back', '#page-number', 'bottom']].map(([first, second, side]) => Math.abs(
+    document.querySelector(first).getBoundingClientRect()[side] -
+    document.querySelector(second).getBoundingClientRect()[side]))"""
+"""Pixels by which things that belong together are not in line."""
+
+
 VIEWS = [(390, True)]
 VIEWS += [pytest.param(*view, marks=pytest.mark.slow) for view in ((1280, False), (1280, True), (390, False))]
 
@@ -279,6 +286,7 @@ def test_the_page_can_be_read_at_any_width_in_light_and_dark(browser, address, w
     visit = Visit(browser, address, width=width, dark=dark)
     visit.page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
     assert visit.page.evaluate(WIDE) == []
+    assert max(visit.page.evaluate(EDGES)) <= 2
     assert min(visit.page.evaluate(CONTRAST)) > 4.5
     ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark

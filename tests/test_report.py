@@ -573,6 +573,29 @@ def test_a_training_run_is_a_row_and_its_notices_are_on_the_page(tmp_path):
     assert "1 line is damaged in log.jsonl and left out: 25" in shown(report).text
 
 
+def test_a_training_names_the_defence_that_validated_it_with_its_guarantee(tmp_path):
+    """And is drawn for its few steps: no band of single steps, no half steps, accuracies on one scale, one heading."""
+    alarm = write_training(tmp_path / "t", steps=4, validate_with="alarm")
+    report = build_report([alarm])
+    (section,) = (section for section in report.sections if section.key == "training")
+    assert section.tables[0].notes[0] == "Certified by alarm (detection), best epoch chosen on pets, split validation."
+    assert " by alarm (detection) on 50 validation images." in report.conclusion.verdict[0]
+    pictures = {picture.key: picture for picture in report.pictures}
+    assert "certified (detection), %" in pictures["validation-certified"].svg
+    assert "double masking" not in report.html()
+    assert report.html().count(">Training<") == 2  # a link, a heading
+    assert "band" not in pictures["loss"].title
+    assert all(tick == round(tick) for tick in pictures["loss"].figure.axes[0].get_xticks())
+    limits = {pictures[f"validation-{name}"].figure.axes[0].get_ylim() for name in ("certified", "undefended")}
+    assert len(limits) == 1
+    plain = write_training(tmp_path / "plain")
+    (section,) = (section for section in build_report([alarm, plain]).sections if section.key == "training")
+    (place,) = (i for i, column in enumerate(section.tables[0].columns) if column.name == "certified by")
+    shown = [row[place] for row in section.tables[0].rows]
+    assert shown == ["alarm (detection)", "double masking with 3×3 masks (recovery)"]
+    assert section.tables[0].notes[0] == "The same for all: best epoch chosen on pets, split validation."
+
+
 # Files
 
 

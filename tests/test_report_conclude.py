@@ -16,7 +16,7 @@ import pytest
 from patchproof.report import Options, build_report
 from patchproof.report._compare import TracedRun
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several
-from patchproof.report._counts import Paired, compare, count_pairs, holm, mask_shares, witness
+from patchproof.report._counts import Paired, attacked_rates, compare, count_pairs, holm, mask_shares, witness
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
 from patchproof.types import InputError
@@ -141,7 +141,7 @@ def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, 
     assert all("(Holm)" in text for text in verdict if text.startswith("Defended, on clean images"))
     first, second = (read_run(folder) for folder in (poor, runs[0]))
     traced = [TracedRun(first, "poor", "greedy"), TracedRun(second, "plain", "cutout")]
-    steps = conclude_several(traced, traced[0], compare(first, second), {}).steps
+    steps = conclude_several(traced, traced[0], compare(first, second), {}, {}).steps
     assert any(text.startswith("Train longer") for text in steps)
     assert not any("instead of cutout" in text for text in steps)
 
@@ -230,6 +230,40 @@ def test_an_attack_ends_in_both_bounds_and_a_broken_certificate_in_a_warning(tmp
     records[victim] = replace(records[victim], attack=fallen)
     report = build_report([write_run(tmp_path / "b", content, records)])
     assert report.conclusion.verdict[0] == "Do not rely on this defence: 1 certificate was broken by a patch."
+
+
+def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, tmp_path):
+    attack = write_run(tmp_path / "attack", manifest(count=300, command="attack"), attacked_records(300))
+    report = build_report([attack, runs[0]])
+    assert report.title == "1 certification and 1 attack side by side"
+    assert "paired" not in {table.key for table in report.tables}
+    said, steps = "\n".join(report.conclusion.verdict), "\n".join(report.conclusion.steps)
+    assert "attack and plain are of the same weights and defence: there is nothing to choose between." in said
+    low, high = (attacked_rates(read_run(attack))[name].rate for name in ("certified", "attacked"))
+    words = f"from {low:.1%} (certified) to {high:.1%} (attacked), n = 300; no certificate was broken by a patch."
+    assert said.count(f"attack: robust accuracy is between the two bounds: {words}") == 1
+    assert "of 300 images are certified" in said
+    assert "Keep" not in steps
+    assert "Attack the defence" not in steps
+    two = build_report(
+        [attack, write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))]
+    )
+    assert "".join(two.conclusion.verdict).count("obust accuracy is between") == 2
+    other = manifest(count=300, **{"identity.weights_sha256": "bb"})
+    rival = build_report([write_run(tmp_path / "other", other, random_records(300, seed=1)), runs[0], attack])
+    (table,) = (table for table in rival.tables if table.key == "paired")
+    assert {row[0] for row in table.rows} == {"plain"}
+
+
+def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
+    one = [replace(r, undefended=r.label == 0, defended=r.label == 0, certified=r.label == 0) for r in failing(24)]
+    found = concluded(tmp_path / "one", one)
+    assert found.verdict[0].startswith("The network answers one class nearly always, cat: right on 8 of 8 images of it")
+    assert [step.split(" until")[0] for step in found.steps] == ["Train the classifier"]
+    several = build_report([write_run(tmp_path / "a", manifest(count=24), failing(24)), tmp_path / "one"])
+    assert several.conclusion.verdict[0].startswith("one: The network answers one class nearly always")
+    for name, records in {"mixed": failing(24), "few": one[:9]}.items():
+        assert "one class" not in "".join(concluded(tmp_path / name, records).verdict)
 
 
 def test_where_interval_and_test_disagree_the_verdict_says_so(runs, tmp_path):

@@ -34,7 +34,7 @@ from patchproof.report._plots import comparison_pictures
 from patchproof.report._tables import csv_text
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs, shortened_name
-from run_folders import CLASSES, detection, manifest, random_records, write_run
+from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RESULTS = Path(__file__).parents[1] / "results"
@@ -80,6 +80,13 @@ def test_stored_runs_of_earlier_versions_stay_readable(tmp_path):
     assert run.class_name(0) == "tench"
     results = json.loads((folder / "results.json").read_text())
     assert run.seconds == results["cost"]["seconds"]
+    assert run.rates["certified"].as_dict() == results["certified"]  # from records.jsonl.xz
+    assert not [words for words in run.notices if "resume" in words or "contradicts" in words or "missing" in words]
+    assert read_run(folder.parent / "train").losses
+    shutil.copytree(folder, tmp_path / "cut")
+    packed = tmp_path / "cut" / "records.jsonl.xz"
+    packed.write_bytes(packed.read_bytes()[:-100])
+    assert "records.jsonl is missing or cannot be read" in read_run(tmp_path / "cut").notices
     kinds = {}
     for path in sorted(RESULTS.glob("*/*/*/manifest.json")):
         made = json.loads(path.read_text("utf-8"))
@@ -298,7 +305,7 @@ def test_the_papers_layout_has_a_row_per_strategy_and_columns_per_setting(tmp_pa
     chosen = (("greedy", 3), ("cutout", 3), ("greedy", 6), ("greedy", 6), (None, 6))
     runs = [traced(tmp_path, s, seed=i, per_axis=masks, **imagenette) for i, (s, masks) in enumerate(chosen)]
     table = paper_table(runs)
-    assert [row[0] for row in table.rows] == ["cutout", "greedy", "greedy (run 2)", "run4 †"]
+    assert [row[0] for row in table.rows] == ["cutout", "greedy (run0, run2)", "greedy (run3)", "run4 †"]
     assert [name.rsplit(" · ", 2)[1] for name, _ in table.groups[1:]] == ["3×3 masks", "6×6 masks"]
     assert [column.name for column in table.columns] == [
         "strategy",
@@ -348,9 +355,34 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
         "masks",
         "patch",
     ]  # not the number of images
-    assert all(f"{name} {complete.rows[0][i]}" in shown.notes[0] for i, name in enumerate(left_out, start=2))
+    assert all(str(complete.rows[0][i]) in shown.notes[0] for i, _ in enumerate(left_out, start=3))
+    assert ", guarantee recovery, 3×3 masks, patch 5×5 px (3.2%)." in shown.notes[0]
     report = build_report([one.run.folder for one in runs])
     assert [t.columns for t in report.tables if t.key == "runs"] == [complete.columns]
+
+
+def test_long_names_are_their_differences_and_what_cannot_be_told_apart_is_left_out(tmp_path):
+    """With three images of three classes, nothing by class; without a strategy, no footnote about strategies."""
+    common = "wn-tf_efficientnet_lite0-zoo-2%-3x3"
+    names = {"certify": f"certify-{common}", "attack-3images": f"attack-{common}-3images"}
+    records = [replace(r, label=r.index) for r in random_records(3)]
+    weights = {"identity.weights_sha256": None}
+    folders = [write_run(tmp_path / name, manifest(count=3, **weights), records) for name in names.values()]
+    report = build_report(folders)
+    titles = {section.key: section.title for section in report.sections}
+    assert titles["paired"] == "attack-3images against certify"
+    assert "paired-classes" not in titles
+    page = report.html()
+    assert "†" not in page
+    assert "no training is known" not in page
+    (table,) = (table for section in report.sections for table in section.tables if table.key == "runs")
+    assert [row[:2] for row in table.rows] == [(k, str(tmp_path / v)) for k, v in names.items()]
+    alike = [write_run(tmp_path / f"certify-{common}-{name}", manifest(count=3), records) for name in ("a", "b")]
+    learned = write_training(tmp_path / "train")
+    assert "certify-b against certify-a" in build_report([*alike, learned]).html()
+    short = [write_run(tmp_path / name, manifest(count=3), records) for name in ("r-best", "r-last")]
+    (table,) = (t for s in build_report(short).sections for t in s.tables if t.key == "runs")
+    assert ([row[0] for row in table.rows], table.columns[1].name) == (["r-best", "r-last"], "undefended")
 
 
 def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):

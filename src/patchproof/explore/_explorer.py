@@ -137,7 +137,7 @@ class Explorer:
     @property
     def title(self) -> str:
         threat, size = self.defense.threat.words, size_words(self.size)
-        masks = "" if self.masks is None else f", {len(self.masks)} masks"
+        masks = "" if self.masks is None else f", {self.masks.words}"
         tau = "" if self.evaluator is None else f", τ = {self.evaluator.measured.tau_fp32:.2g}"
         return f"{self.about}, {self.defense.name}: {threat} anywhere on {size}{masks}{tau}"
 

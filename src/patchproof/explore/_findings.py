@@ -188,6 +188,7 @@ def record_words(record: Record, name: Name) -> str:
         return ""
     words = "certified" if record.certified else "not certified"
     words += "" if record.margin is None else f", margin {record.margin:+.3g}"
+    words += "" if record.certified or record.margin is None else " as far as the run looked"
     for kind, right in {"undefended": record.undefended, "defended": record.defended}.items():
         words += "" if right is None else f", {kind} {'right' if right else 'wrong'}"
     return f"The run's record: {words}; labelled {name(record.label)}."

@@ -17,7 +17,7 @@ from patchproof.explore import _draw as draw
 from patchproof.explore._explorer import NOISE, PATCH_KINDS, PICTURE, RECORD_KINDS, UPLOAD_LIMIT, Explorer, Selection
 from patchproof.explore._findings import explain, meaning, verdict
 from patchproof.geometry import size_words
-from patchproof.types import InputError, PatchproofError, require_address
+from patchproof.types import CheckError, InputError, PatchproofError, require_address
 
 PAGE = 12
 """Images to pick from at a time."""
@@ -143,7 +143,7 @@ class ExplorerPage:
             (self.cards.click, self.picked, [shown, self.last]),
             (self.own.upload, self.dropped, [shown, self.own, self.last]),
         ):
-            done = self.on(listener, handler, given, busy=self.verdict, **CLASSIFIER)
+            done = self.on(listener, handler, given, busy=self.verdict, refused=self.own, **CLASSIFIER)
             # The cards mark the image that is shown. They are drawn once it is, for the kind and page chosen by then.
             self.on(done.then, self.turned, where, **CARDS)
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
@@ -159,15 +159,16 @@ class ExplorerPage:
             self.on(slider.input, self.moved, [shown, self.top, self.left], trigger_mode="always_last", **CLASSIFIER)
         settings = [shown, self.patch, self.size, self.seed, self.steps, self.file]
         for listener in (self.make.click, self.file.upload, self.size.input):
-            self.on(listener, self.made, settings, busy=self.answer, **CLASSIFIER)
+            self.on(listener, self.made, settings, busy=self.answer, refused=self.file, **CLASSIFIER)
         self.on(self.patch.input, self.kind_chosen, [self.patch])
         self.on(self.which.input, self.patch_chosen, [shown, self.which])
 
     def on(
         self, listener: Callable[..., Any], handler: Callable[..., Changes], inputs: list[Any], **options: Any
     ) -> Any:
-        """Connect a handler; what it complains about is shown. It may show on `busy` that it works. What comes back has
-        `then`, to connect what follows."""
+        """Connect a handler; what it complains about is shown, and the file in `refused` taken out. It may show on
+        `busy` that it works. What comes back has `then`, to connect what follows."""
+        busy, refused = options.pop("busy", None), options.pop("refused", None)
 
         def speaking(event, *values):  # type: ignore[no-untyped-def]
             try:
@@ -177,12 +178,12 @@ class ExplorerPage:
             except (torch.OutOfMemoryError, MemoryError):
                 words = "out of memory; choose fewer masks, or another device"
             self.gr.Warning(draw.escaped(words))
-            return self.gr.skip()
+            return {refused: None} if refused else self.gr.skip()
 
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
         outputs = [self.shown, self.last, self.cards, self.number, self.verdict, self.table, self.first, self.second]
         outputs += [self.copy, self.stage, self.top, self.left, self.file, self.steps, self.answer, self.rounds]
-        busy = options.pop("busy", None)
+        outputs += [self.own]
         progress = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
         return listener(speaking, inputs, outputs, api_visibility="private", **progress, **options)
 
@@ -292,21 +293,30 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
         gr, page = require_gradio(), ExplorerPage(explorer).blocks
+        # gradio asks its own page whether it is there: not through a proxy, and a slow machine is no reason to give up.
+        direct = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY') or ''},{host},localhost"
+        os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, direct.split(","))))
         fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
         try:
-            _, url, _ = page.queue(api_open=False).launch(
-                server_name=host,
-                server_port=port,
-                inbrowser=open_browser,
-                share=False,
-                quiet=True,
-                prevent_thread_lock=True,
-                ssr_mode=False,
-                footer_links=[],
-                max_file_size=UPLOAD_LIMIT,
-                theme=gr.themes.Default(primary_hue="blue", **fonts),
-                css=resources.files("patchproof.explore").joinpath("page.css").read_text("utf-8"),
-            )
+            try:
+                _, url, _ = page.queue(api_open=False).launch(
+                    server_name=host,
+                    server_port=port,
+                    inbrowser=open_browser,
+                    share=False,
+                    quiet=True,
+                    prevent_thread_lock=True,
+                    ssr_mode=False,
+                    footer_links=[],
+                    max_file_size=UPLOAD_LIMIT,
+                    theme=gr.themes.Default(primary_hue="blue", **fonts),
+                    css=resources.files("patchproof.explore").joinpath("page.css").read_text("utf-8"),
+                    _frontend=False,
+                )
+            except Exception as error:  # whatever gradio, or what it asks its own page with, makes of it
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                hint = "is anything between this machine and itself, e.g. a proxy or a firewall?"
+                raise CheckError(f"the page does not answer on {host}: {reason}; {hint}") from error
             yield url
         finally:
             try:

@@ -10,9 +10,9 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from patchproof.report._compare import mixed_notices, trace
+from patchproof.report._compare import mixed_notices, shortly_named, trace
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, conclude_training
-from patchproof.report._counts import compare, why_not_paired
+from patchproof.report._counts import compare, rivals, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._sections import Section, meanings, one_certification, side_by_side, trainings
 from patchproof.report._tables import RENDERERS, Table, interval_words, percent
@@ -128,7 +128,7 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     chosen = options or Options()
     if not folders:
         raise InputError("name at least one run folder")
-    certified, trained = read_runs(folders)
+    certified, trained = shortly_named(*read_runs(folders))
     traced = trace(certified, trained)
     several, subtitle, tiles = len(traced) > 1, "", list[tuple[str, str, Rate]]()
     if chosen.baseline is not None and not several:
@@ -140,21 +140,23 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     for runs in (certified, trained):
         notices += [Notice(run.name, text) for run in runs for text in run.notices]
     for one in traced:  # a strategy that is not known matters only where rows are named by it
-        if one.doubt and (several or one.strategy):
+        if one.doubt and any(other.strategy for other in traced):
             notices.append(Notice(one.run.name, one.doubt))
     if several:
-        base = traced[0]
+        base = next((one for one in traced if not one.run.attacks), traced[0])
         if chosen.baseline is not None:
             same = [one for one in traced if one.run.folder.resolve() == chosen.baseline.resolve()]
             if not same:
                 raise InputError(f"baseline must be one of the certifications in the report, not {chosen.baseline}")
             base = same[0]
-        others = [one.run for one in traced if one is not base]
+        others, twins = rivals(base.run, [one.run for one in traced if one is not base])
         unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
         comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
         sections = side_by_side(traced, comparisons)
-        conclusion = conclude_several(traced, base, comparisons, unpaired)
-        title = f"{len(traced)} certifications side by side"
+        conclusion = conclude_several(traced, base, comparisons, unpaired, twins)
+        attacks = sum(bool(run.attacks) for run in certified)
+        kinds = [(len(certified) - attacks, "certification", "certifications"), (attacks, "attack", "attacks")]
+        title = f"{' and '.join(count_words(*kind) for kind in kinds if kind[0])} side by side"
         subtitle = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
     elif traced:
         (one,), (run,) = traced, certified

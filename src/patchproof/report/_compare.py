@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, Expectation, recipes
@@ -20,6 +22,9 @@ GUARANTEES = {
     "recovery": "the right label under any such patch",
     "detection": "the right label or an alarm under any such patch",
 }
+LONG_NAME = 30
+"""Letters of a run's name that fit into headings, labels and sentences."""
+
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "resnet": ("ResNet", ("resnet", "resnext", "wide_resnet")),
@@ -42,6 +47,13 @@ def rate_note(runs: Iterable[StoredCertification]) -> str:
     found = sorted({run.guarantee for run in runs})
     words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
     return f"Rates with exact 95% intervals; {words}."
+
+
+def validated_with(run: StoredTraining) -> tuple[str, str]:
+    """The defence that certified the validation images, in words, and its guarantee."""
+    name = str(run.manifest["identity"]["plan"].get("validate_with") or "patchcleanser")
+    words = "double masking with 3×3 masks" if name == "patchcleanser" else printable(name)
+    return words, DEFENSES[name].kind.guarantee if name in DEFENSES else "unknown guarantee"
 
 
 def split_words(run: StoredCertification) -> str:
@@ -76,6 +88,26 @@ class TracedRun:
     @cached_property
     def paper(self) -> list[tuple[str | None, Expectation]]:
         return paper_numbers(self.run, self.strategy)
+
+
+def shortly_named(
+    certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
+) -> tuple[list[StoredCertification], list[StoredTraining]]:
+    """Long names of several certifications, or trainings, without the words that they all share, but the first."""
+    names, short = list[str](), list[str]()
+    for found in ([run.name for run in certified], [run.name for run in trained]):
+        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in found]
+        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words)) if len(words) > 1 else set()
+        kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
+        names += found
+        short += ["".join(one).rstrip("-/") for one in kept]
+    if max(map(len, names)) <= LONG_NAME or len(set(short)) < len(names):
+        short = names
+    count = len(certified)
+    return (
+        [replace(run, name=name) for run, name in zip(certified, short[:count], strict=True)],
+        [replace(run, name=name) for run, name in zip(trained, short[count:], strict=True)],
+    )
 
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
@@ -154,6 +186,7 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
         made = [*(run.manifest.get(name) for name in MADE[:2]), run.weights_sha256]
         row: dict[str, Cell] = {
             "run": run.name,
+            "folder": printable(str(run.folder)),
             "strategy": one.label,
             "data set": run.dataset,
             "split": split_words(run),
@@ -175,10 +208,11 @@ def runs_table(traced: Sequence[TracedRun]) -> Table:
 def paper_table(traced: Sequence[TracedRun]) -> Table:
     """Rows are strategies; each setting has columns for the defended and the certified accuracy, and the paper's.
 
-    A second run of the same strategy in the same setting goes to a second row.
+    A second run of the same strategy in the same setting goes to a second row, named by its run.
     """
     named = len({one.defense_words for one in traced}) > 1
     found: dict[tuple[str, int], dict[Column, Cell]] = {}
+    runs: dict[tuple[str, int], list[str]] = {}
     columns: dict[Column, None] = {}
     for one in traced:
         run, defense = one.run, [one.defense_words] if named else []
@@ -191,11 +225,12 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         while not cells.keys().isdisjoint(found.setdefault((one.label, number), {})):
             number += 1
         found[one.label, number] |= cells
+        runs.setdefault((one.label, number), []).append(run.name)
         columns |= dict.fromkeys(cells)
     known = [column for column in columns if any(row.get(column) is not None for row in found.values())]
     rows = []
     for label, number in sorted(found, key=lambda row: (*strategy_order(row[0]), row[1])):
-        name = label if number == 1 else f"{label} (run {number})"
+        name = f"{label} ({', '.join(runs[label, number])})" if (label, 2) in found else label
         rows.append((name, *map(found[label, number].get, known)))
     about = (*notes(traced), *((CONTEXT,) if any(one.paper for one in traced) else ()))
     return Table("comparison", "Defended and certified accuracy", [Column("strategy"), *known], rows, about)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
-from patchproof.report._compare import GUARANTEES, TracedRun
+from patchproof.report._compare import GUARANTEES, TracedRun, validated_with
 from patchproof.report._counts import (
     FEW,
+    FEW_PER_CLASS,
     LEVEL,
     Comparison,
     Paired,
@@ -26,7 +27,7 @@ from patchproof.report._counts import (
 )
 from patchproof.report._sections import NAMED
 from patchproof.report._tables import interval_words, percent
-from patchproof.runs import StoredCertification, StoredTraining
+from patchproof.runs import Rate, StoredCertification, StoredTraining
 from patchproof.runs._reading import count_words
 
 WIDE = 0.10
@@ -38,6 +39,7 @@ MORE_MASKS = {1: 6, 2: 4}
 STRONG = "greedy"
 GAP = 0.10
 MOST_STEPS = 5
+ATTACK = "Attack the defence for an upper bound on robust accuracy: the certified rate is the lower one."
 NOTHING = "There is no record yet, so there is nothing to conclude."
 BORDER = " Interval and test disagree, as they may at the border of what so many images can show: the test decides."
 
@@ -88,6 +90,32 @@ def unfinished(run: StoredCertification) -> list[str]:
     return [f"Resume the run: {missing:,} of {run.planned:,} images are left."] if missing > 0 else []
 
 
+def broken_words(run: StoredCertification) -> str:
+    broken = sum(record.broken for record in run.attacks)
+    words = count_words(broken, "certificate was", "certificates were") if broken else "no certificate was"
+    return f"{words} broken by a patch"
+
+
+def bounds(run: StoredCertification) -> str:
+    """What is known of the robust accuracy of a run that was attacked."""
+    low, high = (attacked_rates(run)[name] for name in ("certified", "attacked"))
+    words = f"from {percent(low.rate)} (certified) to {percent(high.rate)} (attacked), n = {high.n:,}"
+    return f"is between the two bounds: {words}; {broken_words(run)}"
+
+
+def one_answer(run: StoredCertification) -> str | None:
+    """Whether the network answers one class nearly always: it is right about that class and hardly any other."""
+    alone, classes = "undefended" if "undefended" in run.rates else "defended", by_class(run)
+    right = {label: rates[alone] for label, rates in classes.items()}
+    label = max(right, key=lambda label: right[label].k)
+    rest = Rate(sum(rate.k for rate in right.values()) - right[label].k, len(run.good) - right[label].n)
+    if right[label].k < FEW_PER_CLASS or 10 * rest.k > min(right[label].k, rest.n) or not rest.n:
+        return None
+    facts = f"right on {right[label].k:,} of {right[label].n:,} images of it, on {rest.k:,} of {rest.n:,} others"
+    share = "rates are about the share of that class and say nothing about recognition"
+    return f"The network answers one class nearly always, {run.class_name(label)}: {facts}. The {share}."
+
+
 def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
     """About one certification or attack: each finding with what a person can do about it, most urgent first.
 
@@ -101,12 +129,14 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
     verdict = [f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {what}."]
     if not rate.k:
         verdict = [f"No image of {rate.n:,} is certified (95% interval {interval_words(rate)})."]
-    broken = sum(record.broken for record in run.attacks)
-    if broken:
-        words = count_words(broken, "certificate was", "certificates were")
-        verdict.insert(0, f"Do not rely on this defence: {words} broken by a patch.")
+    if any(record.broken for record in run.attacks):
+        verdict.insert(0, f"Do not rely on this defence: {broken_words(run)}.")
         steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
                      "and preprocessing are those of the run.")  # fmt: skip
+    single = one_answer(run)
+    if single is not None:
+        learn = "Train the classifier until it tells the classes apart, before masks, patches or attacks are tried."
+        return Conclusion([single, *verdict], [*steps, learn], excluded([run]))
     if width > WIDE:
         verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.")
         share = min(0.9, max(0.1, rate.rate))
@@ -159,13 +189,11 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
         verdict.append(f"Masks that fail most often, of {shares[0][1].n:,} images without a certificate: {named}.")
     found = attacked_rates(run)
     if "attacked" in found:
-        lower, upper = found["certified"].rate, found["attacked"].rate
-        words = f"from {percent(lower)} (certified) to {percent(upper)} (attacked)"
-        verdict.append(f"Robust accuracy is between the two bounds: {words}.")
-        if upper - lower > GAP:
+        verdict.append(f"Robust accuracy {bounds(run)}.")
+        if found["attacked"].rate - found["certified"].rate > GAP:
             steps.append("Attack harder to lower the upper bound: more steps, restarts or places.")
     if not run.attacks and len(steps) < MOST_STEPS:
-        steps.append("Attack the defence for an upper bound on robust accuracy: the certified rate is the lower one.")
+        steps.append(ATTACK)
     steps = steps or ["Compare with another run on the same images: report both together."]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([run]))
 
@@ -185,9 +213,16 @@ def more_masks(run: StoredCertification) -> list[str]:
 
 
 def conclude_several(
-    traced: Sequence[TracedRun], base: TracedRun, comparisons: Sequence[Comparison], unpaired: Mapping[str, str]
+    traced: Sequence[TracedRun],
+    base: TracedRun,
+    comparisons: Sequence[Comparison],
+    unpaired: Mapping[str, str],
+    twins: Mapping[str, str],
 ) -> Conclusion:
-    """About runs beside each other: which differ clearly from the baseline, and what would settle the others."""
+    """About runs beside each other: which differ clearly from the baseline, and what would settle the others.
+
+    Names in `unpaired` come with the reason, those in `twins` with the run that has the same weights and defence.
+    """
     known, own = [one for one in traced if one.certified.n], base.run.name
     if not known:
         return Conclusion([NOTHING])
@@ -219,7 +254,7 @@ def conclude_several(
     elif ordered:
         verdict.insert(0, f"No run certifies clearly more images than the baseline {own}.")
         why = "clearly better on clean images, no clear difference in certificates"
-        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own} until a difference is clear.")
+        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own}: no other is clearly better.")
     for c in [c for c in ordered if c not in clear and c.certified.images_needed is not None][:1]:
         needed, has = c.certified.images_needed or 0, c.run.available
         room = f", and the data set has {has:,}" if needed > has else ""
@@ -230,10 +265,22 @@ def conclude_several(
     verdict += [f"{name} is not compared with {own}: {reason}." for name, reason in list(unpaired.items())[:NAMED]]
     if any("other images" in reason for reason in unpaired.values()):
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
+    attacked = [one.run for one in known if "attacked" in attacked_rates(one.run)]
     if not unpaired:
-        leader = max(known, key=lambda one: (one.certified.rate, one is base))
+        leader = max(known, key=lambda one: (one.run.name not in twins, one.certified.rate, one is base))
         found = conclude_one(leader, {one.strategy or "" for one in traced})
-        steps += [step for step in found.steps if step not in steps]
+        steps += [step for step in found.steps if step not in steps and not (step == ATTACK and attacked)]
+        if not ordered:  # nothing but this run and attacks on it
+            verdict += found.verdict
+            attacked = [run for run in attacked if run is not leader.run]
+    for run in attacked:
+        verdict.append(f"{run.name}: robust accuracy {bounds(run)}.")
+        if any(record.broken for record in run.attacks):
+            verdict.insert(0, f"Do not rely on {run.name}: {broken_words(run)}.")
+    for name, other in list(twins.items())[:NAMED]:
+        verdict.append(f"{name} and {other} are of the same weights and defence: there is nothing to choose between.")
+    if ordered:
+        verdict[:0] = [f"{one.run.name}: {single}" for one in known if (single := one_answer(one.run))]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 
@@ -259,8 +306,9 @@ def conclude_training(runs: Sequence[StoredTraining]) -> Conclusion:
             continue
         rate = run.best.certified
         words = f"epoch {run.best.epoch} of {len(run.epochs)} is the best, {percent(rate.rate)} certified"
+        how = "{} ({})".format(*validated_with(run))
         verdict.append(
-            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) on {rate.n:,} validation images."
+            f"{run.name} ({run.strategy}): {words} ({interval_words(rate)}) by {how} on {rate.n:,} validation images."
         )
         if len(run.epochs) > 1 and run.best.epoch == run.epochs[-1].epoch:
             steps.append(f"Train {run.name} for more epochs: the last one is the best.")

@@ -180,6 +180,25 @@ class Comparison:
         return self.accuracies["certified"]
 
 
+def rivals(
+    base: StoredCertification, runs: Iterable[StoredCertification]
+) -> tuple[list[StoredCertification], dict[str, str]]:
+    """The runs to choose from besides the baseline; and each attack that is no rival of what it attacks, by name, with
+    the run that has the same weights and defence."""
+
+    def about(run: StoredCertification) -> tuple[object, ...]:
+        return run.weights_sha256, run.defense, run.masks, run.image_size, run.patch_sizes, run.patches, run.native
+
+    found, twins = [base], dict[str, str]()
+    for run in sorted(runs, key=lambda run: bool(run.attacks)):
+        same = [one for one in found if (one.attacks or run.attacks) and about(one) == about(run)]
+        if same and run.weights_sha256 is not None:
+            twins[run.name] = same[0].name
+        else:
+            found.append(run)
+    return found[1:], twins
+
+
 def why_not_paired(base: StoredCertification, run: StoredCertification) -> str | None:
     """Why the images of two runs are not the same ones, or their certificates not the same claim; None if they are."""
     if base.data_sha256 is None or run.data_sha256 is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from patchproof.report._compare import TracedRun, strategy_order
+from patchproof.report._compare import TracedRun, strategy_order, validated_with
 from patchproof.report._counts import MOST_CLASSES, Comparison, attacked_rates, by_class, mask_shares, outcomes
 from patchproof.report._figures import (
     COLOURS,
@@ -204,7 +203,8 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
         names = []
         for (_, one), *_ in lines:
             shared = [f"{one.run.dataset}, n = {one.certified.n:,}", one.run.architecture, one.defense_words]
-            names.append([*[one.label] * by_strategy, *shared, *(getattr(one.run, name) for name in same)])
+            named = [one.strategy or one.first] if by_strategy else []
+            names.append([*named, *shared, *(getattr(one.run, name) for name in same)])
         differ = [i for i, words in enumerate(zip(*names, strict=True)) if len(set(words)) > 1] or [0]
         points = [point for line in lines for point in line]
         values, guarantees = sorted({value for value, _ in points}), sorted({one.run.guarantee for _, one in points})
@@ -213,12 +213,12 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
         alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals."
         key = "by-" + what.removesuffix(" size").replace(" ", "-")
         with drawing(key, title, alt, height=3.0 + 0.16 * len(lines)) as (picture, axes):
-            seen = Counter[str]()
-            for number, (words, line) in enumerate(zip(names, lines, strict=True)):
+            labels = [shortened(" · ".join(words[i] for i in differ), 60) for words in names]
+            for number, (label, line) in enumerate(zip(labels, lines, strict=True)):
                 at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
-                label, rates = shortened(" · ".join(words[i] for i in differ), 60), [one.certified for _, one in line]
-                seen[label] += 1
-                label += f" (run {seen[label]})" if seen[label] > 1 else ""  # e.g. two trainings with one strategy
+                rates, run = [one.certified for _, one in line], line[0][1].run
+                if labels.count(label) > 1:  # e.g. two trainings with one strategy
+                    label += f" ({shortened_name(run.name, 40)})"
                 error_line(axes, at, rates, label=label, number=number, of=len(lines), joined=by_strategy)
             if by_strategy:
                 aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside
@@ -245,7 +245,9 @@ def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
     """Loss against steps, and both validation accuracies against epochs, of the runs that have some."""
     learned, validated, pictures = [run for run in runs if run.losses], [run for run in runs if run.epochs], []
     if learned:
-        title = f"Training loss, n = {counts(len(run.losses) for run in learned)} steps, 80% of them in the band"
+        banded = any(len(run.losses) > POINTS for run in learned)
+        title = f"Training loss, n = {counts(len(run.losses) for run in learned)} steps"
+        title += ", 80% of them in the band" * banded
         with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
             for number, run in enumerate(learned):
                 # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
@@ -256,16 +258,18 @@ def training_pictures(runs: Sequence[StoredTraining]) -> list[Picture]:
                 axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
                 axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=line_name(run))
             axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         pictures.append(picture)
+    every = [rate for run in validated for epoch in run.epochs for rate in (epoch.certified, epoch.undefended)]
+    guarantees = ", ".join(sorted({validated_with(run)[1] for run in validated}))
     for name in ("certified", "undefended") if validated else ():
-        every = [getattr(epoch, name) for run in validated for epoch in run.epochs]
         title = f"Validation, {name}, n = {counts(rate.n for rate in every)}"
         alt, height = f"{title}: accuracy after each epoch, 95% intervals.", 3.0 + 0.16 * len(validated)
         with drawing(f"validation-{name}", title, alt, height=height) as (picture, axes):
             for number, run in enumerate(validated):
                 at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
                 error_line(axes, at, rates, label=line_name(run), number=number, of=len(validated))
-            words = "certified (recovery)" if name == "certified" else name
+            words = f"certified ({guarantees})" if name == "certified" else name
             last = max(run.epochs[-1].epoch for run in validated)
             axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
             percent_axis(axes, every)

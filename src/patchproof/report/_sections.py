@@ -13,8 +13,18 @@ import numpy as np
 from patchproof.geometry import size_words
 from patchproof.models import load_checkpoint
 from patchproof.report import _plots
-from patchproof.report._compare import GUARANTEES, MADE, TracedRun, paper_table, rate_note, runs_table, split_words
+from patchproof.report._compare import (
+    GUARANTEES,
+    MADE,
+    TracedRun,
+    paper_table,
+    rate_note,
+    runs_table,
+    split_words,
+    validated_with,
+)
 from patchproof.report._counts import (
+    FEW_PER_CLASS,
     Comparison,
     Paired,
     attacked_rates,
@@ -60,7 +70,7 @@ LOST = "Where the pixels of a patch are not kept, as in old runs, its place is b
 WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
 HOLM = "Holm: p corrected for the number of rows tested together."
 BORDER = "Where interval and test disagree, as they may at the border of what n images can show, the test decides."
-VALIDATED = "On the validation images at the best epoch, double masking with 3×3 masks (recovery), exact 95% intervals."
+VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
 
 @dataclass(frozen=True)
@@ -257,6 +267,7 @@ def side_by_side(traced: Sequence[TracedRun], comparisons: Sequence[Comparison])
     repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
     elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
     elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
+    elsewhere += ["folder"] if all(str(one.run.folder.resolve()).endswith(one.run.name) for one in traced) else []
     return [
         Section("comparison", "Strategies", tables=[paper_table(traced)], shown=not repeated),
         *paired,
@@ -301,7 +312,7 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
     ordered = [row for _, row in sorted(found, key=lambda pair: pair[0])]
     table = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
     classes = table.excerpt(table.rows[:few], "smallest p").concise([] if several else ["run"])
-    enough = len(one.classes) > 1 and enough_per_class(base)
+    enough = len(one.classes) > 1 and one.certified.n >= FEW_PER_CLASS * len(one.classes)
     return [
         Section("paired", title, (), pictures, [shown]),
         Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=enough),
@@ -323,13 +334,13 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
             "best epoch": run.best.epoch if run.best else None,
             "undefended": run.best.undefended if run.best else None,
             "certified": run.best.certified if run.best else None,
+            "certified by": "{} ({})".format(*validated_with(run)),
+            "best epoch chosen on": run.selected_on,
         }
         for run in runs
     ]
-    chosen = "; ".join(f"{run.name}: {run.selected_on}" for run in runs if run.selected_on)
-    notes = [VALIDATED, *([f"The best epoch is chosen on {chosen}."] if chosen else [])]
-    tables = [Table.of("training", "Training", rows, notes)]
-    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=tables)]
+    table = Table.of("training", "Training", rows, [VALIDATED]).concise()
+    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=[table])]
     source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
     classifiers = {}
     for run in runs if source else ():

@@ -15,8 +15,12 @@ from patchproof.report._counts import Paired
 from patchproof.runs import Rate
 
 Cell = str | int | float | Rate | Paired | None
+NOTHING = "–"
 
-COMMON = ("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images")
+COMMON = (
+    *("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images"),
+    *("certified by", "best epoch chosen on"),
+)
 """Columns that become a note where they are the same in every row."""
 
 
@@ -87,12 +91,16 @@ class Table:
         same = {
             column.name: cell_text(self.rows[0][i])
             for i, column in shown
-            if column.name in COMMON and len({row[i] for row in self.rows}) == 1 < len(self.rows)
+            if column.name in COMMON and len({row[i] for row in self.rows}) == 1
         }
         kept = [i for i, column in shown if column.name not in same]
-        said = ", ".join(f"{name} {text}" for name, text in same.items())
-        notes = (f"The same for all: {said}.", *self.notes) if same else self.notes
+        known = {name: text for name, text in same.items() if text != NOTHING}
+        said = ", ".join(text if text.endswith(name) else f"{name} {text}" for name, text in known.items())
+        said = f"The same for all: {said}" if len(self.rows) > 1 else said[:1].upper() + said[1:]
         rows = [tuple(row[i] for i in kept) for row in self.rows]
+        marked = any("†" in str(cell) for row in rows for cell in row)
+        notes = [f"{said}."] if known else []
+        notes += [note for note in self.notes if marked or not note.startswith("†")]
         columns = [self.columns[i] for i in kept]
         return replace(self, columns=columns, rows=rows, notes=notes, whole=self.whole or self)
 
@@ -120,7 +128,7 @@ def cell_text(cell: Cell, digits: int = 1) -> str:
         if 0 < cell < 0.5 * 10**-digits:
             return f"<{10**-digits:.{digits}f}"
         return f"{cell:z,.{digits}f}"
-    return "–" if cell is None else f"{cell:,}" if isinstance(cell, int) else cell
+    return NOTHING if cell is None else f"{cell:,}" if isinstance(cell, int) else cell
 
 
 def markdown(table: Table) -> str:

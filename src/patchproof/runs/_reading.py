@@ -7,6 +7,7 @@ Every number comes from records.jsonl or log.jsonl; results.json is compared wit
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import re
@@ -353,10 +354,12 @@ def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """Values of the sound lines of a JSONL file, and notices about the others."""
+    """Values of the sound lines of a JSONL file, as written or kept as .xz, and notices about the others."""
+    packed = path.with_name(f"{path.name}.xz")
     try:
-        *lines, cut = path.read_bytes().split(b"\n")
-    except OSError:
+        content = path.read_bytes() if path.exists() or not packed.exists() else lzma.decompress(packed.read_bytes())
+        *lines, cut = content.split(b"\n")
+    except (OSError, lzma.LZMAError):
         return [], [f"{path.name} is missing or cannot be read"]
     known = sums.read_text("ascii", errors="replace").split("\n")[:-1] if sums and sums.is_file() else []
     values, damaged = read_lines(lines, parse, known)
