@@ -309,7 +309,7 @@ WRONG = [
     ("certify --precision fp8", 'Invalid value "fp8" for --precision. Choose from: "fp32", "tf32"'),
     ("certify --weights random --patch 3%,", "a patch looks like 3%.*, not `` in `3%,`"),
     ("certify --band 4", "option: --band. It is for the defence derandomized-smoothing, smoothed-vit, patchguard-smo"),
-    ("certify --weights random --defense bagcert", "which small lacks; e.g. --model bagnet9"),
+    ("certify --weights random --defense bagcert", "which small lacks; train a BagNet: patchproof train --recipe"),
     ("certify --weights runs/typo/checkpoint-last", "no such checkpoint folder: runs/typo/checkpoint-last"),
     ("certify --weights random --output file", "cannot create the folder 'file': file is a file"),
     ("certify --output file/run", "cannot create the folder 'file/run': file is a file"),

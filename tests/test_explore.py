@@ -170,6 +170,17 @@ def explorer(certified) -> Explorer:
     return open_explorer(certified)
 
 
+@ONE_DEFENCE
+def test_the_explorer_and_predict_like_its_run_see_the_same_pixels(certified, checkpoint, tmp_path, capsys):
+    """A photograph larger than the run's images: both prepare it as the run prepared those."""
+    photo, pixels = tmp_path / "photo.png", np.random.default_rng(0).integers(0, 255, (6, 10, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((200, 120)).save(photo)
+    capsys.readouterr()
+    assert run(["predict", str(photo), "--weights", str(checkpoint), "--like", str(certified), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["margin"] == pytest.approx(open_explorer(certified).own(photo).finding.margin, abs=1e-4)
+
+
 def test_every_image_of_the_run_has_the_findings_of_its_record(explorer, certified):
     records = [json.loads(line) for line in (certified / "records.jsonl").read_text().splitlines()]
     assert [record.index for record in explorer.records] == [record["index"] for record in records]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
-from patchproof.types import InputError, Precision, PrecisionChoice, require_one_of
+from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds, require_one_of
 
 PlaceSearch = Literal["gradient", "grid", "exhaustive"]
 AttackTarget = Literal["undefended", "defended", "both"]
@@ -23,25 +22,10 @@ Upsampling = Literal["bilinear", "bicubic", "nearest"]
 
 
 class Checked:
-    """Refuses, field by field, what the annotation rules out: words that are not among the choices; text, truth values
-    and fractions where something is counted. None is a default."""
+    """Refuses, field by field, what the annotation rules out."""
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if get_origin(hint) is Literal:
-                require_one_of(name, value, get_args(hint))
-            elif value is not None and hint in NUMBERS:
-                kind, words = NUMBERS[hint]
-                if isinstance(value, bool) or not isinstance(value, kind):
-                    raise InputError(f"{name} must be {words}, not {value!r}")
-
-
-NUMBERS: Mapping[Any, tuple[type[Any], str]] = {
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    float | None: (Real, "a number"),
-}
+        require_kinds(type(self), vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,8 +73,11 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
     """
     hints = get_type_hints(annotated)
     for name, value in values.items():
-        if not _fits(value, hints.get(name, Any)):
-            raise InputError(f"{name} must be {_words(hints[name])}, not {value!r:.60}")
+        hint = hints.get(name, Any)
+        if get_origin(hint) is Literal:
+            require_one_of(name, value, get_args(hint))
+        elif not _fits(value, hint):
+            raise InputError(f"{name} must be {_words(hint)}, not {value!r:.60}")
 
 
 def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -141,7 +141,7 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         folder = run_folder("certify" if plan is None else "attack", settings, source)
         defense = open_defense(settings, source)
         try:
-            match_labels(source.class_names, defense.classifier)  # before minutes are spent or estimated
+            match_labels(source.class_names, defense.classifier, source.name)  # before minutes are spent or estimated
         except InputError as error:
             if settings.dataset != CertifySettings.dataset:
                 raise
@@ -219,7 +219,8 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
 
     bar.begin(0, len(files))
     with bar.progress:
-        found = runs.predict(defense, files, on_answer=show)
+        like = None if settings.like is None else runs.read_run(settings.like)  # its images were prepared so
+        found = runs.predict(defense, files, on_answer=show, preprocessing=getattr(like, "preprocessing", None))
     if found.misjudged:
         status.print(f"[yellow]note:[/] float32 answered {found.misjudged} images that a fast precision misjudged")
     if good and not settings.json:

@@ -22,7 +22,7 @@ UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run"
 """Settings that say how a run was begun or is shown, not what it is."""
 
 PHRASES = {
-    'load_classifier("bagnet9", weights)': "--model bagnet9",
+    "the recipe cifar10-32px-bagcert trains a BagNet": "train a BagNet: patchproof train --recipe cifar10-32px-bagcert",
     "remove it, or pass skip_bad=True": "remove it and begin again, or continue with --resume --skip-bad",
     "in another folder": "with another --output",
     "another folder": "another --output",

@@ -114,7 +114,7 @@ class LocalDefense(EvidenceDefense):
             kind = getattr(self.classifier, "architecture", type(self.classifier).__name__)
             raise InputError(
                 f"{self.name} needs a classifier with `local_logits` and `receptive_field`, which {kind} lacks; "
-                "train a BagNet, e.g. `patchproof train --recipe cifar10-32px-bagcert`"
+                "the recipe cifar10-32px-bagcert trains a BagNet"
             )
         super().__post_init__()
         self.require_precision("computes in float64")

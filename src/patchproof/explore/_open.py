@@ -90,7 +90,7 @@ def open_explorer(
         low_resolution, shown = False, "your own images"
         if not isinstance(source, str):
             low_resolution, shown = source.low_resolution, source.name
-            classes = models.match_labels(source.class_names, classifier)
+            classes = models.match_labels(source.class_names, classifier, source.name)
             records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
         preprocessing = preprocessing_for(classifier, low_resolution, threat.image_size)
         about = f"{classifier.architecture} on {shown}"

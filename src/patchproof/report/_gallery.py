@@ -207,7 +207,7 @@ def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: 
         how, indices = preprocessing_for(classifier, source.low_resolution, size), spread_indices(source, COLUMNS)
         (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
         images = as_images(batch.images, "cpu")
-        labels = torch.tensor(match_labels(source.class_names, classifier))[batch.labels]
+        labels = torch.tensor(match_labels(source.class_names, classifier, source.name))[batch.labels]
         words = class_words(dict(enumerate(classifier.class_names or source.class_names)))
         if not strips:
             strips.append(("image", images, [shortened(words[label], 22) for label in labels.tolist()]))

@@ -185,7 +185,7 @@ class Session:
         require_memory(self.defense)
         self.classes = None
         if self.source.class_names and self.classifier is not None:
-            self.classes = torch.tensor(match_labels(self.source.class_names, self.classifier))
+            self.classes = torch.tensor(match_labels(self.source.class_names, self.classifier, self.source.name))
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []

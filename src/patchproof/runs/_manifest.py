@@ -168,7 +168,7 @@ def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"{device} ({platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)})"
 
 
 def versions() -> dict[str, str]:

@@ -264,7 +264,7 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
 
     @cache
     def of(native: Size) -> Any:
-        how = preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
+        how = run.preprocessing or preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
         threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
         if run.masks is None:

@@ -132,7 +132,7 @@ def train(
     training_data = TrainingData(
         source,
         spread_indices(source, limit),
-        torch.tensor(match_labels(source.class_names, network)) if source.class_names else None,
+        torch.tensor(match_labels(source.class_names, network, source.name)) if source.class_names else None,
         preprocessing or preprocessing_for(network, source.low_resolution, network.input_size),
         workers=workers or default_workers(),
         skip_bad=skip_bad,
@@ -339,7 +339,9 @@ class Validation:
         indices = spread_indices(source, plan.validation_images)
         how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
         batches = iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad)
-        outputs = torch.tensor(match_labels(source.class_names, classifier)) if source.class_names else None
+        outputs = (
+            torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+        )
         self.batches: Sequence[tuple[Tensor, Tensor]] = [
             (batch.images, batch.labels if outputs is None else outputs[batch.labels])
             for batch in batches
