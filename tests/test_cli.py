@@ -392,7 +392,7 @@ def test_a_class_without_images_and_one_the_classifier_does_not_know_are_named(p
     assert_one_line(capsys.readouterr().err, "class folder .*fox.* holds no images")
     picture(5).save(photos / "fox" / "0.png")
     assert certify("--dataset", photos, "--weights", checkpoint) == 2
-    unknown = "1 of the 4 classes of the data set is not among the classifier's 3, e.g. fox"
+    unknown = "1 of the 4 classes of photos is not among the classifier's 3, e.g. fox"
     assert_one_line(capsys.readouterr().err, unknown)
     assert certify("--dataset", photos, "--weights", checkpoint, "--dry-run") == 2, "nor are they estimated"
     assert_one_line(capsys.readouterr().err, unknown)

@@ -425,7 +425,7 @@ def bad_inputs() -> Iterator[Any]:
     yield (
         lambda: pp.defense("bagcert", plain, THREAT),
         InputError,
-        "needs a classifier with `local_logits`.*train --recipe",
+        "needs a classifier with `local_logits`.*bagcert trains a BagNet",
     )
     yield lambda: pp.defense("bagcert", Sized(scripted.clean, scripted.attacks), THREAT), (
         InputError), r"receptive_field must be \(size, stride, offset\)"  # fmt: skip

@@ -170,7 +170,7 @@ def test_constructors_name_the_parameter():
         (lambda: pp.Plan(epochs=True), "epochs must be a whole number, not True"),
         (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
         (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number or None, not '0.1'"),
-        (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%' or '39px', not 39"),
+        (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, not 39"),
         (lambda: pp.Plan(epochs=1, warmup_epochs=3), r"warmup_epochs must be in \[0, epochs\], not 3"),
         (lambda: pp.Plan(teacher="x"), r"teacher must be a classifier, e.g. pp.load_checkpoint\(…\), not 'x'"),
         (lambda: pp.AttackPlan(steps=1.5), "steps must be a whole number, not 1.5"),

@@ -247,8 +247,6 @@ class TrainingSettings(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
-        if not isinstance(self.mask_patch, str):
-            raise InputError(f"mask_patch must be text, e.g. '3%' or '39px', not {self.mask_patch!r}")
         names = get_args(LossName)
         rules = (
             ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
