@@ -229,13 +229,18 @@ def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb):
             CALLS[verb](folder="")
 
 
-@pytest.mark.parametrize("name", DEFENSE_OPTIONS)
-def test_options_of_a_defence_that_are_counted_are_whole_numbers(name):
-    kind, _ = BUILDING[name]
-    for option, hint in get_type_hints(DEFENSE_OPTIONS[name]).items():
-        for value in {int: ("4", 2.5), float: ("x",)}.get(hint, ()):
-            with pytest.raises(pp.InputError, match=f"{option} must be a.* number.*, not {value!r}"):
-                pp.defense(name, kind().eval(), THREAT, **{option: value})
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        (name, option, value)
+        for name, options in DEFENSE_OPTIONS.items()
+        for option, hint in get_type_hints(options).items()
+        for value in {int: ("4", 2.5), float: ("x",)}.get(hint, ())
+    ],
+)
+def test_options_of_a_defence_that_are_counted_are_whole_numbers(name, option, value):
+    with pytest.raises(pp.InputError, match=f"{option} must be a.* number.*, not {value!r}"):
+        pp.defense(name, BUILDING[name][0]().eval(), THREAT, **{option: value})
 
 
 def test_an_unknown_defence_of_validation_is_refused_before_its_images_are_read():

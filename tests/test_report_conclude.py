@@ -245,6 +245,9 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
     assert "of 300 images are certified" in said
     assert "Keep" not in steps
     assert "Attack the defence" not in steps
+    banded = manifest(count=300, command="attack", **{"identity.defense.band": 8})
+    other = build_report([write_run(tmp_path / "banded", banded, attacked_records(300)), runs[0]])
+    assert "nothing to choose between" not in "".join(other.conclusion.verdict), "options make another defence"
     two = build_report(
         [attack, write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))]
     )

@@ -4,6 +4,8 @@ certified ≤ attacked ≤ defended."""
 from __future__ import annotations
 
 import json
+import lzma
+import shutil
 import sys
 from pathlib import Path
 
@@ -148,6 +150,25 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
     pp.certify(double_masking(), PICTURES, folder=folder)
     return folder
+
+
+def test_folders_of_earlier_versions_and_packed_ones(finished, tmp_path):
+    """The seconds and labels decided again of an earlier session count, also in its words; packed records are not made
+    again without a word; a certification knows nothing of attacks."""
+    folder = shutil.copytree(finished, tmp_path / "run")
+    results = json.loads((folder / "results.json").read_text())
+    results["audit"] = {"redone": 5, "largest_change": 0.25}
+    results["cost"]["seconds"] = 1000.0
+    (folder / "results.json").write_text(json.dumps(results))
+    again = pp.certify(double_masking(), PICTURES, folder=folder, resume=True)
+    assert again.content["audit"]["steps"] == {"fp32": 5}
+    assert again.content["cost"]["seconds"] >= 1000
+    assert not hasattr(again, "attacked")
+    with lzma.open(folder / "records.jsonl.xz", "wb") as packed:
+        packed.write((folder / "records.jsonl").read_bytes())
+    (folder / "records.jsonl").unlink()
+    with pytest.raises(CheckError, match=r"records\.jsonl\.xz is packed; unpack it"):
+        pp.certify(double_masking(), PICTURES, folder=folder, resume=True)
 
 
 @pytest.mark.parametrize("message", CHANGES)

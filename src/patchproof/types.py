@@ -85,7 +85,11 @@ def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        require_kinds(function, inspect.signature(function).bind(*args, **kwargs).arguments)
+        try:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+        except TypeError:  # which the call itself says better
+            given = {}
+        require_kinds(function, given)
         return function(*args, **kwargs)
 
     return call
@@ -96,7 +100,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is tuple and Ellipsis not in parts:
-        return isinstance(value, Collection) and len(value) == len(parts) and all(map(_fits, value, parts))
+        try:
+            items = list(value) if hasattr(value, "__getitem__") else []
+        except TypeError:  # a tensor of one number has no items
+            items = []
+        return len(items) == len(parts) and all(map(_fits, items, parts))
     if origin is not None or hint is Any or not isinstance(hint, type):
         return True
     return isinstance(value, KINDS.get(hint, (hint,))[0]) and (hint is bool or not isinstance(value, bool))
@@ -146,9 +154,11 @@ class Preprocessing:
     cover: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.resize, list) or isinstance(self.crop, list):
-            raise InputError(f"resize and crop are tuples (height, width), not {self.resize} and {self.crop}")
         require_kinds(Preprocessing, vars(self))
+        for name in ("resize", "crop"):
+            value: Any = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else tuple(map(int, value)))
         if self.cover and not isinstance(self.resize, tuple):
             raise InputError(f"an image can cover a (height, width), not {self.resize}")
         sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (
@@ -156,7 +166,6 @@ class Preprocessing:
         )
         if min(sides) < 1:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
-        require_one_of("interpolation", self.interpolation, get_args(Interpolation))
 
 
 def require_free(folder: Path, *, resume: bool) -> None:

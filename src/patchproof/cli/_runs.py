@@ -120,14 +120,15 @@ def evaluate(settings: CertifySettings) -> int:
 
 
 def one_class_words(results: Any) -> str | None:
-    """Where several images are certified, all of one class, though there are others."""
-    labels = [record.label for record in results.records if record.certified]
-    if len(labels) < 2 or len(set(labels)) > 1 or len({record.label for record in results.records}) < 2:
+    """Where the network answers one class nearly always: of that class it is certified, and recognises nothing."""
+    found = runs.one_answer([record for record in results.records if record.error is None])
+    if found is None:
         return None
     run: Any = runs.read_run(results.folder)
+    label, own, rest = found
     return (
-        f"all {len(labels)} certified images are of one class, {run.class_name(labels[0])}; a network that always gives"
-        " one answer is certified for that class, and recognises nothing"
+        f"the network answers one class nearly always, {run.class_name(label)}: it is right on {own.k} of {own.n} "
+        f"images of it and on {rest.k} of {rest.n} others; certificates for that class say nothing about recognition"
     )
 
 

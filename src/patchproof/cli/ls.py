@@ -111,7 +111,8 @@ def _run_row(folder: Path) -> list[str]:
     unfinished = "running" if being_written(folder) else "stopped"
     if isinstance(run, StoredTraining):
         best, what = run.best, f"train, {escape(run.strategy)}"
-        state = "trained" if (folder / "results.json").exists() else unfinished
+        whole = (folder / "results.json").exists() and not any(notice.startswith("partial") for notice in run.notices)
+        state = "trained" if whole else unfinished
         status = escape("; ".join([f"{state} ({'no ' * (best is None)}validation)", *run.notices]))
         if best is None:
             return [what, *nothing, status]
@@ -119,7 +120,7 @@ def _run_row(folder: Path) -> list[str]:
         return [what, str(best.certified.n), *rates, interval_text(best.certified), status]
     masks = [run.masks_words] if run.masks else []
     what = escape(", ".join([run.manifest["command"], run.defense, *masks, run.patch_words]))
-    counted = [percent(run.rates[name].rate) if name in run.rates else "" for name in ACCURACIES]
+    counted = [percent(run.rates[name].rate) if name in run.rates and run.good else "" for name in ACCURACIES]
     planned = run.planned or len(run.records)
     if not run.records and not (folder / "results.json").exists():
         return [what, *nothing, f"{unfinished}; 0 of {planned} done"]

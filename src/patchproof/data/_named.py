@@ -61,7 +61,7 @@ def open_dataset(
     split "val" may be called "validation" or "valid"; "val" and "test" stand for each other where only one exists. A
     folder may hold the class folders itself (its split is then "all") or one folder of them per split.
     """
-    if dataset in _KNOWN:
+    if str(dataset) in _KNOWN:
         return _open_named(str(dataset), Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
     if not folder.is_dir():

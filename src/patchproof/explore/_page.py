@@ -290,6 +290,7 @@ def required(shown: Selection | None) -> Selection:
 def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool = False) -> Iterator[str]:
     """The page at the address yielded, until the end of the block; uploads are deleted then."""
     require_address(host, port)  # gradio would try a hundred ports, seconds each
+    before = {name: os.environ.get(name) for name in ("GRADIO_TEMP_DIR", "no_proxy")}
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
         gr, page = require_gradio(), ExplorerPage(explorer).blocks
@@ -323,3 +324,6 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
                 page.close(verbose=False)
             except RuntimeError:  # it wakes waiting coroutines from this thread, while others come and go
                 page.server.close()
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+            for name in (name for name, value in before.items() if value is None):
+                os.environ.pop(name, None)

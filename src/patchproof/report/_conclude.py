@@ -11,7 +11,6 @@ from patchproof.recipes import needs_training
 from patchproof.report._compare import GUARANTEES, TracedRun, validated_with
 from patchproof.report._counts import (
     FEW,
-    FEW_PER_CLASS,
     LEVEL,
     Comparison,
     Paired,
@@ -27,7 +26,7 @@ from patchproof.report._counts import (
 )
 from patchproof.report._sections import NAMED
 from patchproof.report._tables import interval_words, percent
-from patchproof.runs import Rate, StoredCertification, StoredTraining
+from patchproof.runs import StoredCertification, StoredTraining, one_answer
 from patchproof.runs._reading import count_words
 
 WIDE = 0.10
@@ -103,15 +102,13 @@ def bounds(run: StoredCertification) -> str:
     return f"is between the two bounds: {words}; {broken_words(run)}"
 
 
-def one_answer(run: StoredCertification) -> str | None:
-    """Whether the network answers one class nearly always: it is right about that class and hardly any other."""
-    alone, classes = "undefended" if "undefended" in run.rates else "defended", by_class(run)
-    right = {label: rates[alone] for label, rates in classes.items()}
-    label = max(right, key=lambda label: right[label].k)
-    rest = Rate(sum(rate.k for rate in right.values()) - right[label].k, len(run.good) - right[label].n)
-    if right[label].k < FEW_PER_CLASS or 10 * rest.k > min(right[label].k, rest.n) or not rest.n:
+def one_answer_words(run: StoredCertification) -> str | None:
+    """Whether the network answers one class nearly always."""
+    found = one_answer(run.good)
+    if found is None:
         return None
-    facts = f"right on {right[label].k:,} of {right[label].n:,} images of it, on {rest.k:,} of {rest.n:,} others"
+    label, own, rest = found
+    facts = f"right on {own.k:,} of {own.n:,} images of it, on {rest.k:,} of {rest.n:,} others"
     share = "rates are about the share of that class and say nothing about recognition"
     return f"The network answers one class nearly always, {run.class_name(label)}: {facts}. The {share}."
 
@@ -133,7 +130,7 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
         verdict.insert(0, f"Do not rely on this defence: {broken_words(run)}.")
         steps.append("Look at broken/ in the run's folder, and report it: a certificate cannot break if masks, weights "
                      "and preprocessing are those of the run.")  # fmt: skip
-    single = one_answer(run)
+    single = one_answer_words(run)
     if single is not None:
         learn = "Train the classifier until it tells the classes apart, before masks, patches or attacks are tried."
         return Conclusion([single, *verdict], [*steps, learn], excluded([run]))
@@ -280,7 +277,7 @@ def conclude_several(
     for name, other in list(twins.items())[:NAMED]:
         verdict.append(f"{name} and {other} are of the same weights and defence: there is nothing to choose between.")
     if ordered:
-        verdict[:0] = [f"{one.run.name}: {single}" for one in known if (single := one_answer(one.run))]
+        verdict[:0] = [f"{one.run.name}: {single}" for one in known if (single := one_answer_words(one.run))]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

@@ -6,6 +6,7 @@ images on which they differ: `gained` only by the second run, `lost` only by the
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,7 +188,10 @@ def rivals(
     the run that has the same weights and defence."""
 
     def about(run: StoredCertification) -> tuple[object, ...]:
-        return run.weights_sha256, run.defense, run.masks, run.image_size, run.patch_sizes, run.patches, run.native
+        """Its weights, defence and threat; how its passes were computed changes none of them."""
+        described = run.manifest["identity"].get("defense") or {}
+        options = {name: value for name, value in described.items() if name not in ("precision", "compile")}
+        return run.weights_sha256, json.dumps(options, sort_keys=True), run.masks, run.patch_sizes, run.native
 
     found, twins = [base], dict[str, str]()
     for run in sorted(runs, key=lambda run: bool(run.attacks)):

@@ -7,7 +7,17 @@ from patchproof.runs._manifest import device_name, network_remarks, preprocessin
 from patchproof.runs._measure import measure_on_generated, measure_tau
 from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
 from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
-from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Rate, Record, Results, Tally, rates
+from patchproof.runs._record import (
+    ACCURACIES,
+    ATTACK_ACCURACIES,
+    AttackFindings,
+    Rate,
+    Record,
+    Results,
+    Tally,
+    one_answer,
+    rates,
+)
 from patchproof.runs._train import EpochReport, Trained, train
 from patchproof.runs.executors import InProcess, Torchrun, default_workers, launched, local_rank
 
@@ -45,6 +55,7 @@ __all__ = [
     "measure_on_generated",
     "measure_tau",
     "network_remarks",
+    "one_answer",
     "peak_memory",
     "predict",
     "preprocessing_for",

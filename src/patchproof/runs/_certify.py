@@ -19,7 +19,7 @@ from torch import Tensor
 from patchproof.attacks import AttackPlan, OnStep
 from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import Defense, assess, device_of, require_defense
-from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
+from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import Attacker
@@ -220,7 +220,8 @@ class Session:
                     with suppress(KeyError, TypeError, ValueError, OverflowError):  # lost with results.json
                         results: Any = read_results(self.place.path)
                         audit, seconds = results["audit"], float(results["cost"]["seconds"])
-                        self.redone.add(Redone(audit["steps"], float(audit["largest_change"]), audit["shares"]))
+                        steps, shares = audit.get("steps", {"fp32": audit["redone"]}), audit.get("shares", [0] * SHARES)
+                        self.redone.add(Redone(steps, float(audit["largest_change"]), shares))
                         self.seconds = seconds
                 self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
                 self.give_engine(engine)

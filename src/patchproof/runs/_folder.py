@@ -160,6 +160,9 @@ class RunFolder:
     def records(self) -> list[Record]:
         """The finished records; for the one process that has the folder open, since a last line cut short by a kill is
         removed, and so are checksums of lines that were never written."""
+        packed = self.records_path.with_name("records.jsonl.xz")
+        if packed.exists() and not self.records_path.exists():
+            raise CheckError(f"{packed} is packed; unpack it (xz -d) to go on with the run")
         content = self.records_path.read_bytes() if self.records_path.exists() else b""
         sums = self.sums_path.read_text("ascii", errors="replace") if self.sums_path.exists() else ""
         *lines, cut = content.split(b"\n")
@@ -189,7 +192,7 @@ def being_written(folder: Path) -> bool:
             FileLock(folder / ".lock").acquire(timeout=0).lock.release()
     except Timeout:
         return True
-    except OSError:  # not ours to lock
+    except (OSError, NotImplementedError):  # not ours to lock, or a file system without locks
         return False
     return False
 

@@ -105,7 +105,7 @@ def predict(
     if isinstance(images, Tensor) and images.ndim == 3:
         raise InputError("images must be a sequence, not one image (c h w); for one image, [image]")
     known: dict[int, tuple[Any, Any]] = {}
-    lock = threading.Lock()
+    lock, given = threading.Lock(), preprocessing or getattr(defense, "preprocessing", None)
 
     def read(image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
         """The defence that answers, and the input of its classifier: the image's size alone decides both."""
@@ -123,7 +123,7 @@ def predict(
                 known[id(chosen)] = chosen, ready_to_predict(chosen)  # holds on to `chosen`, whose id is the key
             ready = known[id(chosen)][1]
         small, input_size = max(size) < SMALL, ready.threat.image_size
-        how = preprocessing or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
+        how = given or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
         return ready, preprocess(pixels, how)
 
     answers, size = Predictions(), getattr(defense, "images_at_once", IMAGES_AT_ONCE)
@@ -271,4 +271,5 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
             return replace(stored, threat=threat)
         return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
+    of.preprocessing = run.preprocessing  # type: ignore[attr-defined]  # footprints are those of these pixels alone
     return of

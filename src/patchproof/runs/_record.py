@@ -14,6 +14,9 @@ from typing import Any
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
 
+FEW = 4
+"""Of fewer images nothing is concluded."""
+
 LARGEST = 2**63 - 1
 """No index, label or count is larger."""
 
@@ -226,13 +229,30 @@ class Results:
     @property
     def attacked(self) -> Rate:
         """Of `attack`: the defence under attack, an upper bound on robust accuracy."""
-        return self.rates["attacked"]
+        return self._under_attack("attacked")
 
     @property
     def undefended_attacked(self) -> Rate:
-        return self.rates["undefended_attacked"]
+        """Of `attack`: the classifier alone under attack."""
+        return self._under_attack("undefended_attacked")
+
+    def _under_attack(self, name: str) -> Rate:
+        if name not in self.rates:
+            raise AttributeError(f"these results have no `{name}`: nothing was attacked; use pp.attack")
+        return self.rates[name]
 
     @property
     def broken(self) -> tuple[Record, ...]:
         """Certified images whose answer a patch changed: must be empty."""
         return tuple(record for record in self.records if record.broken)
+
+
+def one_answer(records: Sequence[Record]) -> tuple[int, Rate, Rate] | None:
+    """The class that the network answers nearly always, if there is one: it is right about it, and about hardly any
+    other. How often each."""
+    right = Counter(r.label for r in records if (r.defended if r.undefended is None else r.undefended))
+    label, k = max(right.items(), key=lambda item: item[1], default=(-1, 0))
+    n = sum(record.label == label for record in records)
+    own, rest = Rate(k, n), Rate(sum(right.values()) - k, len(records) - n)
+    found = min(own.k, rest.n) >= FEW and 10 * rest.k <= min(own.k, rest.n)
+    return (label, own, rest) if found else None
