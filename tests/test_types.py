@@ -85,6 +85,7 @@ WRONG = {
     "Preprocessing(8, crop=(8, 8), cover=True)": "an image can cover a (height, width), not 8",
     "Preprocessing('224')": "resize must be a whole number or (height, width) in whole pixels or None, not '224'",
     "Preprocessing(224.5)": "resize must be a whole number or (height, width) in whole pixels or None, not 224.5",
+    "pp.defense('smoothed-vit', 'small', threat)": "classifier must be a callable from images to logits, not str",
     "Preprocessing(torch.tensor(3))": "resize must be a whole number or (height, width) in whole pixels or None, not",
     "Preprocessing({8, 9})": "resize must be a whole number or (height, width) in whole pixels or None, not {8, 9}",
     "Preprocessing(True)": "resize must be a whole number or (height, width) in whole pixels or None, not True",

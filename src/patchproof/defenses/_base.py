@@ -167,6 +167,14 @@ class OwnDefense:
     Options: ClassVar[type[Any]] = NoOptions
 
     def __post_init__(self) -> None:
+        for name, kind in {"threat": PatchThreat, "engine": Engine}.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not callable(self.classifier):
+            raise InputError(
+                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
+                "pp.load_classifier makes one from a name"
+            )
         if self.threat.patches > self.most_patches:
             raise InputError(
                 f"{self.name} certifies against one patch, not {self.threat.patches}; patchcleanser and alarm know two"

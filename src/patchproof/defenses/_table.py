@@ -153,15 +153,9 @@ class MaskedDefense(EvaluatedDefense):
     most_patches: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        kinds = {"masks": MaskSet, "threat": PatchThreat, "engine": Engine}
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
-        if not callable(self.classifier):
-            raise InputError(
-                f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
-                "pp.load_classifier makes one from a name"
-            )
+        super().__post_init__()
+        if not isinstance(self.masks, MaskSet):
+            raise InputError(f"masks must be a pp.MaskSet, not {kind_of(self.masks)}")
         mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
