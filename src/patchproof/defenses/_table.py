@@ -153,9 +153,9 @@ class MaskedDefense(EvaluatedDefense):
     most_patches: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.masks, MaskSet):
             raise InputError(f"masks must be a pp.MaskSet, not {kind_of(self.masks)}")
+        super().__post_init__()
         mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
