@@ -98,19 +98,25 @@ def hostile(folder: Path, count: int, device: str) -> dict[str, Any]:
     return found
 
 
-def subset(folders: dict[str, tuple[Path, int]], models: list[str], device: str) -> Iterator[dict[str, Any]]:
+def subset(
+    folders: dict[str, tuple[Path, int]], models: list[str], ways: list[str], device: str
+) -> Iterator[dict[str, Any]]:
+    """`ways` are precisions; "fp16 compiled" is another copy of the network than "fp16"."""
     for model in models:
         classifier = load_classifier(model, "zoo").to(device).to(memory_format=torch.channels_last).eval()
         for name, (folder, count) in folders.items():
             images, labels = images_of(classifier, folder, count, device)
             exact, _, _ = certify(classifier, images, labels, per_axis=3, precision="fp32")
-            for precision in ("fp16", "bf16", "tf32"):
-                fast, _, _ = certify(classifier, images, labels, per_axis=3, precision=precision)
+            for way in ways:
+                precision, _, compiled = way.partition(" ")
+                fast, _, _ = certify(
+                    classifier, images, labels, per_axis=3, precision=precision, compile=bool(compiled)
+                )
                 found = {
                     "model": model,
                     "data": name,
                     "images": len(images),
-                    "precision": precision,
+                    "precision": way,
                     "certified": int(fast.sum()),
                     "certified_fp32": int(exact.sum()),
                     "beyond_fp32": int((fast & ~exact).sum()),
@@ -123,17 +129,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--imagenet", type=Path, required=True)
     parser.add_argument("--imagenette", type=Path, required=True)
-    parser.add_argument("--images", type=int, default=300, help="for the hostile network")
+    parser.add_argument("--images", type=int, default=300, help="for the hostile network; 0 leaves it out")
     parser.add_argument("--most", type=int, default=2000, help="ImageNette images for the subset")
     parser.add_argument("--models", nargs="+", default=["tf_efficientnet_lite0", "tf_efficientnet_lite1"])
+    parser.add_argument("--ways", nargs="+", default=["fp16", "fp16 compiled", "bf16", "tf32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     folders = {"imagenet": (arguments.imagenet, 1000), "imagenette": (arguments.imagenette, arguments.most)}
     report: dict[str, Any] = {"device": device_name(torch.device(arguments.device)), "versions": versions()}
-    report["hostile"] = hostile(arguments.imagenet, arguments.images, arguments.device)
+    if arguments.images:
+        report["hostile"] = hostile(arguments.imagenet, arguments.images, arguments.device)
     report["subset"] = []
-    for found in subset(folders, arguments.models, arguments.device):
+    for found in subset(folders, arguments.models, arguments.ways, arguments.device):
         report["subset"].append(found)
         if arguments.output:  # what is measured stays, should time end
             arguments.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -638,6 +638,16 @@ def test_a_new_head_is_drawn_from_the_seed_and_the_rest_kept(model: str) -> None
         replace_head(wrap(), 3, None, seed=0)
 
 
+@pytest.mark.parametrize("model", ["small", "resnet10t", "resnetv2_50x1_bit"])
+def test_a_new_head_for_classes_that_are_known_answers_as_the_old_one(model: str) -> None:
+    before = load_classifier(model, "random", class_names=("a", "b", "c", "d"), input_size=(32, 32)).eval()
+    some = images(2, 3, *before.input_size)
+    after = replace_head(before, 2, ("d", "b"), seed=1)
+    torch.testing.assert_close(after(some), before(some)[:, [3, 1]])
+    assert after.source.endswith("its own head for 2 of its 4 classes")
+    assert replace_head(before, 2, ("d", "e"), seed=1).source.endswith("fresh head for 2 classes")
+
+
 # Checkpoints
 
 

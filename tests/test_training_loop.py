@@ -80,6 +80,18 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_weights_to_keep_are_mixed_with_those_it_began_with():
+    mixed = trainer(dataclasses.replace(PLAN, ema=0.9, start_share=0.25))
+    plain = trainer(dataclasses.replace(PLAN, ema=0.9))
+    start = {name: value.clone() for name, value in mixed.classifier.state_dict().items()}
+    for run in (mixed, plain):
+        for _ in run.run():
+            pass
+    for name, value in plain.weights().items():
+        expected = 0.75 * value + 0.25 * start[name] if value.is_floating_point() else value
+        torch.testing.assert_close(mixed.weights()[name], expected)
+
+
 def test_steps_cover_every_image_once_per_epoch_in_a_new_order():
     run = trainer(PLAN)
     assert run.steps_per_epoch == 4

@@ -54,6 +54,36 @@ def test_the_fast_copy_answers_nearly_the_same_in_the_type_asked_for(classifier,
     assert kept == {"head", *normalisations}
 
 
+@pytest.mark.parametrize("model", ["small", "resnet10t", "resnetv2_50"])
+def test_a_compiled_copy_has_batch_normalisation_folded_in(model, generator, monkeypatch):
+    """Where it follows a convolution and nothing else takes its output; the compiler itself is left out here."""
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    classifier = load_classifier(model, "random", num_classes=5, input_size=(64, 64), seed=3).eval()
+    pixels = torch.rand(4, 3, *classifier.input_size, generator=generator)
+    for part in classifier.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.uniform_(-0.5, 0.5, generator=generator)
+            part.running_var.uniform_(0.2, 5, generator=generator)
+            nn.init.uniform_(part.weight, 0.5, 2, generator=generator)
+            nn.init.uniform_(part.bias, -0.5, 0.5, generator=generator)
+
+    def fast(compiled: bool) -> torch.Tensor:
+        return network(classifier, precision="fp16", compiled=compiled)(pixels, None)
+
+    fast(True)
+    folded = classifier._twins[torch.float16, True].network
+    assert folded is not None
+    before = [part for part in classifier.modules() if isinstance(part, nn.BatchNorm2d)]
+    left = [part for part in folded.modules() if isinstance(part, nn.BatchNorm2d)]
+    assert len(left) < len(before)
+    assert not left or model == "resnetv2_50", "only pre-activation networks normalise what no convolution made"
+    with torch.no_grad():
+        before[0].weight.mul_(2)  # it follows
+    exact = forward(classifier, pixels)
+    errors = [float((fast(compiled) - exact).abs().max()) for compiled in (False, True)]
+    assert max(errors) < 0.01 * float(exact.abs().max())
+
+
 def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, images):
     forward(classifier, images, precision="bf16")
 

@@ -221,6 +221,9 @@ class TrainingSettings(Checked):
     """Share of the target spread over all classes."""
     ema: float = 0.0
     """Decay of a running average of the weights, e.g. 0.999, which is then validated and kept; 0 for none."""
+    start_share: float = 0.0
+    """Share of the weights that training begins with in those that are validated and kept (WiSE-FT), e.g. 0.2 for a
+    network that knows the classes already; 0 for none."""
     augment: Augmentation = "none"
     """`light`: mirror, and crop to 50-100% of the area; `shift`: mirror, and shift by up to an eighth of the side."""
     clean_copies: bool = False
@@ -241,12 +244,13 @@ class TrainingSettings(Checked):
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
     compile: bool = False
-    """Compile the network for the search of `greedy` and `grid`, and on a GPU record the kernels of a step to replay
-    them: some seconds at the start, faster steps after. What the network's forward pass does in Python happens once."""
+    """Compile the network for the search, the losses `bagcert` and `ibp`, and on a GPU the step, whose kernels are
+    recorded and replayed: a minute at the start, faster steps after. What the network's forward pass does in Python
+    happens once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema")
+        floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema", "start_share")
         names = get_args(LossName)
         rules = (
             ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
@@ -269,6 +273,7 @@ class TrainingSettings(Checked):
             ("teacher_weight", 0 <= self.teacher_weight <= 1, "must be in [0, 1]"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
+            ("start_share", 0 <= self.start_share < 1, "must be in [0, 1), e.g. 0.2"),
             ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),
             ("views", self.views >= 1, "must be at least 1"),
             ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),

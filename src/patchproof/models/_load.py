@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from patchproof.geometry import whole_size
 from patchproof.models._build import build, build_timm, imagenet_info, split_name, tags_of
@@ -123,18 +124,25 @@ def known_weights(model: str) -> str | None:
 def replace_head(
     classifier: ImageClassifier, num_classes: int, class_names: Sequence[str] | None, *, seed: int
 ) -> ImageClassifier:
-    """A copy of the classifier with a fresh last layer for other classes, drawn from `seed`."""
+    """A copy of the classifier with a last layer for other classes: a fresh one drawn from `seed`, or where it knows all
+    of them by name, what it has for them."""
     module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
         raise InputError(
             f"{classifier.architecture} has no method reset_classifier(num_classes), so its last layer cannot be "
             "replaced; add one, or build it with the right number of classes"
         )
-    source = f"{classifier.source}, fresh head for {num_classes} classes"
-    changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
+    known, before = classifier.class_names or (), getattr(module, "get_classifier", lambda: None)()
     with seeded(seed):
         module.reset_classifier(num_classes)
     module.to(classifier.mean.device, classifier.mean.dtype)
+    head = f"fresh head for {num_classes} classes"
+    if class_names and set(class_names) <= set(known) and isinstance(before, (nn.Linear, nn.Conv2d)):
+        rows = torch.tensor([known.index(name) for name in class_names], device=classifier.mean.device)
+        module.get_classifier().load_state_dict({name: value[rows] for name, value in before.state_dict().items()})
+        head = f"its own head for {num_classes} of its {len(known)} classes"
+    source = f"{classifier.source}, {head}"
+    changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
     return changed.train(classifier.training)
 
 

@@ -1,8 +1,8 @@
 """A network's copy in another float type: faster than autocast, and as close to the network as that type allows.
 
 What makes it close, with measurements, is in docs/decisions/0010-fast-copy.md: convolutions are scaled to what batch
-normalisation divides by, whose own numbers stay in float32; rounding keeps the sum of every convolution kernel; the
-last layer, and any that the cast would harm, stay in float32.
+normalisation divides by, whose own numbers stay in float32, or where the copy is compiled take it in altogether;
+rounding keeps the sum of every convolution kernel; the last layer, and any that the cast would harm, stay in float32.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Twin:
     structure: Structure
     scaled: list[tuple[str, str]] = field(default_factory=list)
     """Names of convolutions and of the batch normalisations that take their output, and nothing else does."""
+    folded: bool = False
+    """Whether these convolutions do what the batch normalisations did, but for the shift."""
     mine: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     token_pass: TokenPass | None = field(default=None, repr=False)
     """The compiled pass over the visible tokens, of a transformer that drops the others."""
@@ -63,6 +65,13 @@ class Twin:
                     return bool((network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax())
 
                 twin.scaled = pairs if unchanged(pairs) else [pair for pair in pairs if unchanged([pair])]
+                twin.folded = compiled and dtype != torch.float32
+                if twin.folded:
+                    for _, name in twin.scaled:
+                        twin.mine[name] = Shift(twin.mine[name])
+                        network.set_submodule(name, twin.mine[name])
+                    for name, _ in twin.scaled:
+                        twin.mine[name].bias = None
                 twin.follow(module)
                 _convert(network, dtype, twin.mine[last] if last else None)
                 twin.follow(module)
@@ -91,9 +100,7 @@ class Twin:
     def follow(self, module: nn.Module, trial: torch.Generator | None = None) -> None:
         """Take over the weights of `module`; on `trial`, scale convolutions at random, which must change nothing."""
         theirs: dict[str, Any] = dict(module.named_modules())
-        values = {name: _own(part) for name, part in theirs.items()}
-        for name, moved in self._moved(theirs, trial).items():
-            values[name] = [moved.get(id(tensor), tensor) for tensor in values[name]]
+        values = {name: _own(part) for name, part in theirs.items()} | self._moved(theirs, trial)
         wanted: list[tuple[Tensor, Tensor]] = []
         kernels: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, part in self.mine.items():
@@ -113,29 +120,52 @@ class Twin:
                 mine.data = mine.data.to(original.device)
         torch._foreach_copy_([mine for mine, _ in wanted], [original for _, original in wanted])
 
-    def _moved(self, theirs: dict[str, Any], trial: torch.Generator | None) -> dict[str, dict[int, Tensor]]:
-        """What becomes of the tensors of scaled convolutions and their normalisations, by module and tensor."""
-        found: dict[str, dict[int, Tensor]] = {}
+    def _moved(self, theirs: dict[str, Any], trial: torch.Generator | None) -> dict[str, list[Tensor]]:
+        """The tensors of scaled or folded convolutions and their normalisations, by module."""
         if not self.scaled:
-            return found
+            return {}
         pairs = [(theirs[convolution], theirs[normalisation]) for convolution, normalisation in self.scaled]
         sizes = [bn.num_features for _, bn in pairs]
         mean, variance = (torch.cat([getattr(bn, name) for _, bn in pairs]) for name in ("running_mean", "running_var"))
         epsilon = torch.tensor([bn.eps for _, bn in pairs]).repeat_interleave(torch.tensor(sizes)).to(variance)
-        exponent = -((variance + epsilon).log2() / 2).round()
-        if trial is not None:
-            exponent = torch.randint(-3, 4, exponent.shape, generator=trial).to(exponent)
-        scale = torch.exp2(exponent)  # powers of two: exact
+        if self.folded:
+            gain = torch.cat([torch.ones_like(bn.running_var) if bn.weight is None else bn.weight for _, bn in pairs])
+            scale = gain * (variance + epsilon).rsqrt()
+        elif trial is None:
+            scale = torch.exp2(-((variance + epsilon).log2() / 2).round())  # powers of two: exact
+        else:
+            scale = torch.exp2(torch.randint(-3, 4, variance.shape, generator=trial).to(variance))
         means, variances = (mean * scale).split(sizes), ((variance + epsilon) * scale.square() - epsilon).split(sizes)
-        factors = scale[:, None, None, None].split(sizes)
-        weights = torch._foreach_mul([conv.weight for conv, _ in pairs], factors)
-        rows = zip(self.scaled, pairs, weights, means, variances, factors, strict=True)
-        for names, (conv, bn), weight, moved_mean, moved_variance, factor in rows:
-            moved = {id(conv.weight): weight, id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
-            if conv.bias is not None:
-                moved[id(conv.bias)] = conv.bias * factor.flatten()
-            found |= dict.fromkeys(names, moved)
+        factors = scale.split(sizes)
+        weights = torch._foreach_mul([conv.weight for conv, _ in pairs], [f[:, None, None, None] for f in factors])
+        found: dict[str, list[Tensor]] = {}
+        rows = zip(self.scaled, pairs, weights, factors, means, variances, strict=True)
+        for (convolution, normalisation), (conv, bn), weight, factor, moved_mean, moved_variance in rows:
+            bias = [] if conv.bias is None else [conv.bias * factor]
+            if self.folded:
+                found[convolution] = [weight]
+                found[normalisation] = [sum(bias, -moved_mean) if bn.bias is None else sum(bias, bn.bias - moved_mean)]
+            else:
+                moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
+                found[convolution] = [weight, *bias]
+                found[normalisation] = [moved.get(id(tensor), tensor) for tensor in _own(bn)]
         return found
+
+
+class Shift(nn.Module):
+    """What is left of a batch normalisation once the convolution before it does the rest: a shift in float32, and the
+    activation that timm's have within."""
+
+    shift: Tensor
+
+    def __init__(self, normalisation: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros_like(normalisation.running_mean))
+        self.activation = getattr(normalisation, "act", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x.float() + self.shift[:, None, None]
+        return (shifted if self.activation is None else self.activation(shifted)).to(x.dtype)
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,7 +228,7 @@ def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> 
         return output.to(dtype)  # a layer that returns something else is not converted: this fails
 
     for part in list(network.modules()):
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if isinstance(part, (nn.modules.batchnorm._BatchNorm, Shift)):
             continue
         harmed = not any(part.children()) and any(_harmed(tensor, dtype) for tensor in _own(part))
         if part is last or harmed:

@@ -132,7 +132,9 @@ class Trainer:
         else:
             self.strategy = plan.strategy
             state_of(self.strategy)  # refuses at once what could not be saved
-        self.average = {k: v.detach().clone() for k, v in classifier.state_dict().items()} if plan.ema else None
+        begun = {k: v.detach().clone() for k, v in classifier.state_dict().items()}
+        self.start = begun if plan.start_share else None
+        self.average = {k: v.clone() for k, v in begun.items()} if plan.ema else None
         self.decoded = Decoded(data.indices) if data.keep_decoded else None
         self.step = 0
 
@@ -141,8 +143,13 @@ class Trainer:
         return self.steps_per_epoch * self.plan.epochs
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights to validate and ship: the running average if there is one."""
-        return self.average if self.average is not None else self.classifier.state_dict()
+        """The weights to validate and ship: the running average if there is one, mixed with those it began with if so
+        planned (WiSE-FT, Wortsman et al. 2022)."""
+        found = self.average if self.average is not None else self.classifier.state_dict()
+        if self.start is None:
+            return found
+        share = self.plan.start_share
+        return {k: v.lerp(self.start[k], share) if v.is_floating_point() else v for k, v in found.items()}
 
     def run(self) -> Iterator[StepReport]:
         """Train from `self.step` to the end."""
@@ -287,6 +294,10 @@ class StepLoss(nn.Module):
         super().__init__()
         self.classifier, self.masked = classifier, masked
         self.plan, self.loss, self.teacher = plan, loss, teacher
+        self.compiled = loss
+        if loss is not None and plan.compile:
+            # Random numbers are those it draws without.
+            self.compiled = torch.compile(loss.__call__, dynamic=False, options={"fallback_random": True})
 
     def forward(
         self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
@@ -302,7 +313,8 @@ class StepLoss(nn.Module):
                 teacher=self.teacher,
                 teacher_weight=self.plan.teacher_weight,
             )
-        mean = self.loss(self.classifier, images, labels, progress)
+        loss = self.compiled if len(images) == self.plan.batch_size else self.loss  # not again for a short last batch
+        mean = loss(self.classifier, images, labels, progress)
         return mean, mean.detach().expand(keep.shape[:2])
 
 

@@ -20,6 +20,9 @@ from patchproof.types import InputError
 
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
 
+known_windows = torch.compiler.disable(receptive_windows)
+"""They are remembered: a compiled loss asks for them, and does not compute them in every step."""
+
 
 def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
     """1 where a logit is positive, else 0, with the gradient of a sigmoid (BagCert's local scores).
@@ -64,7 +67,7 @@ class BagCertHinge:
         field: tuple[int, int, int],
     ) -> Float[Tensor, "b classes"]:
         """m_c / number of cells; ∞ for the label."""
-        windows = receptive_windows(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
+        windows = known_windows(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
         every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
         lead = cells[every, labels][:, None] - cells
         margins = (windows.outside(lead) - windows.sizes).amin(dim=2) / cells.shape[2]

@@ -14,10 +14,10 @@ from patchproof.types import CheckError
 
 
 class RecordedPass(MaskedForward):
-    """`MaskedForward` on a GPU whose kernels, forward and backward, are recorded for the shape of the first whole batch
-    and replayed from then on (CUDA graphs); batches of another shape run as ever.
+    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the first
+    whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
 
-    Small images and small batches are over sooner than Python can launch their kernels one by one.
+    Compiled, a large batch moves less memory; recorded, a small one does not wait for Python to launch its kernels.
     """
 
     def __init__(self, classifier: nn.Module, batch_size: int) -> None:
@@ -34,7 +34,11 @@ class RecordedPass(MaskedForward):
         return self._replay(images, keep)
 
     def _record(self, images: Tensor, keep: Tensor) -> None:
-        """Trial passes come first; the statistics of BatchNorm and the random state are then put back."""
+        """Trial passes come first; the statistics of BatchNorm and the random state are then put back.
+
+        The network is compiled for the recording alone: other passes of it, and copies, are not.
+        """
+        network: nn.Module = getattr(self.classifier, "module", self.classifier)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         mixed = torch.autocast(
             "cuda",
@@ -42,6 +46,9 @@ class RecordedPass(MaskedForward):
             enabled=torch.is_autocast_enabled("cuda"),
             cache_enabled=False,  # weights are cast in each replay
         )
+        # Gradients are recorded on a stream of their own, which torch would warn of at every training.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        network.compile(dynamic=False, options={"fallback_random": True})  # dropout as without
         try:
             with COPYING, torch.random.fork_rng(devices=[images.device]), mixed:
                 self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]
@@ -54,6 +61,8 @@ class RecordedPass(MaskedForward):
                 f"the kernels of this classifier's training step cannot be recorded ({failure(error)}); use "
                 "compile=False"
             ) from error
+        finally:
+            network._compiled_call_impl = None
         for buffer, value in buffers:
             buffer.copy_(value)
         self._shape = images.shape
