@@ -208,21 +208,13 @@ def test_a_process_whose_main_is_gone_says_so():
         list(helper.run(job, PIECES, Answer))
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set; start with torchrun"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number"),
-    ],
-)
-def test_without_a_launcher_this_process_is_alone_and_half_an_environment_is_refused(monkeypatch, variables, message):
+def test_without_a_launcher_this_process_is_alone_and_half_an_environment_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     launched.cache_clear()
     assert isinstance(launched(), InProcess)
     assert local_rank() is None
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     launched.cache_clear()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set; start with torchrun"):
         launched()

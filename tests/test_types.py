@@ -39,7 +39,7 @@ def check(images, classifier=classifier):
 WRONG = {
     "Preprocessing(resize=(8, 8), interpolation='lanczos')": "interpolation must be one of nearest, bilinear, bicubic",
     "Engine(precision='bfloat16')": "precision must be one of fp32, tf32, bf16, fp16, auto, not 'bfloat16'",
-    "Engine(batch_size='many')": "batch_size must be a positive number or `auto`, not 'many'",
+    "Engine(batch_size='many')": "batch_size must be a whole number or `auto`, not 'many'",
     "Plan(schedule='cosin')": "schedule must be one of step, cosine, constant",
     "Plan(optimizer='adam')": "optimizer must be one of sgd, adamw",
     "Plan(augment='heavy')": "augment must be one of none, light",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds, require_one_of
+from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds
 
 PlaceSearch = Literal["gradient", "grid", "exhaustive"]
 AttackTarget = Literal["undefended", "defended", "both"]
@@ -29,7 +29,7 @@ class Checked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class Engine(Checked):
     """Arithmetic of the passes over masked copies."""
 
     precision: PrecisionChoice = "fp32"
@@ -42,11 +42,9 @@ class Engine:
     work lies ahead of a GPU."""
 
     def __post_init__(self) -> None:
-        require_one_of("precision", self.precision, (*get_args(Precision), "auto"))
-        if self.compile not in (True, False, "auto"):
-            raise InputError(f"compile must be True, False or `auto`, not {self.compile!r}")
-        if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
-            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size!r}")
+        super().__post_init__()
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size}")
 
     @property
     def fast(self) -> Precision:

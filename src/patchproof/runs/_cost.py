@@ -8,9 +8,11 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,20 +116,15 @@ def require_memory(defense: Any) -> None:
     free, masks = free_memory(), getattr(defense, "masks", None)
     if free is None or masks is None or not hasattr(defense, "most_passes"):
         return
-    in_pairs = defense.most_passes > len(masks)
-    needed = table_bytes(masks, in_pairs=in_pairs)
+    threat, needs = defense.threat, partial(table_bytes, in_pairs=defense.most_passes > len(masks))
+    needed = needs(masks)
     if needed <= free:
         return
-    largest, most = 0, 0
-    with suppress(InputError):  # masks of one's own need not form a grid
-        most = max(map(len, masks.axes))
-    for per_axis in range(1, most + 1):
-        fewer: MaskSet = covering_masks(defense.threat, per_axis=per_axis)
-        if table_bytes(fewer, in_pairs=in_pairs) <= free:
-            largest = per_axis
+    numbers = range(1, max(threat.image_size) + 1)
+    fits = takewhile(lambda number: needs(covering_masks(threat, per_axis=number)) <= free, numbers)
     raise InputError(
         f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
-        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {largest} is the most that fits"
+        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {max(fits, default=0)} is the most that fits"
     )
 
 
@@ -166,16 +163,6 @@ def seconds_per_pass(defense: Any, image: torch.Tensor) -> float:
     return min(times) / len(zeros)
 
 
-@dataclass(frozen=True)
-class _Steadfast:
-    """A target that no patch moves."""
-
-    labels: torch.Tensor
-
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        return self.labels[:1].expand(len(images))
-
-
 def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:
     """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
     defense, label = _prepared(defense, image)
@@ -192,7 +179,7 @@ def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> fl
 
     for attacks in attacks_on(defense, first, stepped):
         for attack in attacks:
-            attack.target = _Steadfast(label)
+            attack.target = SimpleNamespace(predict=lambda images: label.expand(len(images)))  # that no patch moves
             attack_in_turn([attack], image, label, seed=0, indices=[0])
     rounds = -(-places // at_once) * -(-plan.restarts // starts)
     return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2]))

@@ -121,10 +121,6 @@ class RunFolder:
         stored one but `longer` takes its place."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            words = error.strerror if isinstance(error, OSError) else str(error)
-            raise InputError(f"cannot create the folder {str(self.path)!r}: {words}") from error
-        try:
             locked = FileLock(self.path / ".lock").acquire(timeout=0)
         except Timeout as error:
             raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error

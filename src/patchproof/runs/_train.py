@@ -28,7 +28,6 @@ from patchproof.models import (
     settled,
     weights_sha256,
 )
-from patchproof.runs._arguments import require_arguments
 from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import (
     SCHEMA,
@@ -41,7 +40,7 @@ from patchproof.runs._manifest import (
 from patchproof.runs._record import Rate
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free
+from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free, require_kinds
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -108,28 +107,28 @@ def train(
     `on_step` sees each step of this call. With several processes (torchrun, accelerate launch), pass nothing more: each
     takes its own GPU.
     """
+    from patchproof.training import loop
     from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
-    from patchproof.training.loop import TrainingData, start_accelerator
 
-    require_arguments(locals())
-    plan, source = Plan() if plan is None else plan, as_source(data)
+    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
+        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    require_kinds(train, vars(loop) | locals())  # where its types are
+    require_workers(workers)
+    plan, path = plan or Plan(), None if folder is None else Path(folder)
+    accelerator = accelerator or loop.start_accelerator(plan, next(classifier.parameters()).device)
+    if path is None or accelerator.is_main_process:
+        require_free(path, resume=resume)
+    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
+    source = as_source(data)
     network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
-    require_workers(workers)
-    accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
-    path = None if folder is None else Path(folder)
-    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
-    if place is not None:
-        require_free(place.path, resume=resume)
     if plan.gutout_layer is not None:
         named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
     if plan.learning_rate is None:
         plan = replace(plan, learning_rate=paper_learning_rate(network.architecture))
-    training_data = TrainingData(
+    training_data = loop.TrainingData(
         source,
         spread_indices(source, limit),
         torch.tensor(match_labels(source.class_names, network, source.name)) if source.class_names else None,
@@ -138,8 +137,17 @@ def train(
         skip_bad=skip_bad,
         keep_decoded=keep_decoded,
     )
+    # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
+    # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
+    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
+    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
+    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
+    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
+    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
+    threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
+    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
-    trainer = _trainer(network, training_data, plan, accelerator)
+    trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
     held_out = None
     if validation is not None:
         held_out = Validation(as_source(validation), shipped, plan, preprocessing, skip_bad=skip_bad)
@@ -253,21 +261,6 @@ class Progress:
             save_training(self.path / "checkpoint-last", self.trainer, self.shipped, self.notes, history=history)
 
 
-def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accelerator) -> Trainer:
-    from patchproof.training.loop import Trainer
-
-    # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
-    # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
-    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
-    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
-    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
-    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
-    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
-    threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
-    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
-    return Trainer(network, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
-
-
 def _manifest(
     trainer: Trainer,
     shipped: ImageClassifier,
@@ -378,8 +371,6 @@ def cut_log(path: Path, step: int) -> None:
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
     """The classifier itself, or a module of the user's own wrapped, whose input is the size of its first image."""
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
     if not any(parameter.requires_grad for parameter in classifier.parameters()):
         raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if isinstance(classifier, ImageClassifier):

@@ -128,11 +128,11 @@ class Torchrun:
                 continue
             own[number] = answer
             while following < pieces.stop and (following in own or self.store.check([f"{key}/{following}"])):
-                yield own.pop(following, None) or load(self._taken(f"{key}/{following}"))
+                yield own.pop(following, None) or load(self._awaited(f"{key}/{following}", last=True))
                 following += 1
         if not self.rank:
             for number in range(following, pieces.stop):
-                yield own.pop(number, None) or load(self._taken(f"{key}/{number}"))
+                yield own.pop(number, None) or load(self._awaited(f"{key}/{number}", last=True))
 
     def _claims(self, key: str, pieces: range) -> Iterator[int]:
         """Numbers of pieces that nobody else works on, until there are none left."""
@@ -143,17 +143,16 @@ class Torchrun:
                 return
             yield number
 
-    def _taken(self, key: str) -> str:
-        text = self._awaited(key)
-        self.store.delete_key(key)
-        return text
-
-    def _awaited(self, key: str) -> str:
+    def _awaited(self, key: str, *, last: bool = False) -> str:
+        """What another process has written there, when it has; removed if this is the `last` that asks for it."""
         with self._reaching("hear from"):
             while not self.store.check([key]):
                 self._require_alive()
                 time.sleep(POLL_SECONDS)
-            return self.store.get(key).decode()
+            text = self.store.get(key).decode()
+        if last:
+            self.store.delete_key(key)
+        return text
 
     def _require_alive(self) -> None:
         """Raise if a process has failed, or has neither finished nor shown a heartbeat lately."""
@@ -221,10 +220,7 @@ def _joined() -> tuple[Store, int, int]:
 
 def environment_number(name: str, default: int) -> int:
     """A number that a launcher puts into the environment."""
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError as error:
-        raise InputError(f"{name} must be a number: {error}; start with torchrun") from error
+    return int(os.environ.get(name, default))
 
 
 @cache
