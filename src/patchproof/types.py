@@ -87,11 +87,7 @@ def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-        except TypeError:  # which the call itself says better
-            given = {}
-        require_kinds(function, given)
+        require_kinds(function, inspect.signature(function).bind(*args, **kwargs).arguments)
         return function(*args, **kwargs)
 
     return call

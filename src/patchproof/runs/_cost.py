@@ -78,9 +78,9 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
         return None
     channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
     image = generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
-    masks, most = getattr(defense, "masks", None), images * defense.most_passes
+    masks, most, seconds = getattr(defense, "masks", None), images * defense.most_passes, math.inf
     if masks is None:
-        count, needed, seconds = 0, 0, math.inf
+        count = needed = 0
         fewest = images * getattr(defense, "fewest_passes", defense.most_passes)
         ready, label = _prepared(defense, image)
         for _ in range(TIMED):  # whatever a pass is to it; the first one may have things to check
@@ -90,7 +90,15 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
     else:
         require_memory(defense)
         count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
-        fewest, seconds = images * count, seconds_per_pass(defense, image)
+        fewest, engine = images * count, getattr(defense, "engine", None) or Engine()
+        evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
+        keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
+        evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
+        zeros = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64)
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
+            seconds = min(seconds, (time.perf_counter() - began) / len(zeros))
     times = 1 / seconds, fewest * seconds, most * seconds
     cost = Cost(images, count, fewest, most, *times, needed, peak_memory(image.device))
     return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, image, plan))
@@ -147,20 +155,6 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def seconds_per_pass(defense: Any, image: torch.Tensor) -> float:
-    """Of masked copies in whole chunks, by the fastest of a few."""
-    engine = getattr(defense, "engine", None) or Engine()
-    evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
-    keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
-    evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
-    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
-        times.append(time.perf_counter() - began)
-    return min(times) / len(zeros)
 
 
 def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:

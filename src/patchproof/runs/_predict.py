@@ -190,18 +190,17 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
     return (answers[position] for position in range(len(batch)))
 
 
-def image_files(path: Path) -> Iterator[Path]:
+def image_files(path: Path) -> list[Path]:
     """The file itself, or every image below the folder in a fixed order."""
     if path.is_file():
-        yield path
-        return
+        return [path]
     if not path.is_dir():
         raise InputError(f"no such image or folder: {path}")
     found = [Path(root) / name for root, _, names in os.walk(path) for name in names]
     files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
     if not files:
         raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
-    yield from files
+    return files
 
 
 def stored_defense(run: StoredCertification, classifier: Any) -> Any:

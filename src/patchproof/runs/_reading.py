@@ -94,9 +94,7 @@ class StoredCertification:
 
     @property
     def masks_words(self) -> str:
-        if self.masks is None:
-            return "no masks"
-        return self.masks.words
+        return "no masks" if self.masks is None else self.masks.words
 
     @property
     def patch_percent(self) -> float | None:
