@@ -50,7 +50,6 @@ from patchproof.cli._show import (
     print_table,
     remarks_text,
     results_table,
-    threat_words,
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
@@ -157,9 +156,15 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         options: dict[str, Any] = chosen(settings, "resume", "limit", "workers", "skip_bad")
         options |= {"folder": folder, "config": resolved(settings), "executor": executor}
         options |= {"on_start": bar.start, "on_record": bar.add}
+        threat, masks = defense.threat, getattr(defense, "masks", None)
+        title = (
+            f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
+            f"({defense.guarantee}): {threat.words} anywhere on {size_words(threat.image_size)}"
+            f"{'' if masks is None else f', {masks.words}'}"
+        )
         if plan is None:
-            return runs.certify(defense, source, **options), threat_words(source, defense)
-        return runs.attack(defense, source, plan, on_step=bar.step, **options), threat_words(source, defense)
+            return runs.certify(defense, source, **options), title
+        return runs.attack(defense, source, plan, on_step=bar.step, **options), title
 
 
 def show_cost(cost: runs.Cost | runs.TrainingCost, as_json: bool) -> None:

@@ -22,10 +22,8 @@ from patchproof.attacks import AttackPlan, attack_in_turn
 from patchproof.attacks.gradient import CANDIDATES
 from patchproof.data import as_source
 from patchproof.defenses import defense as named_defense
-from patchproof.defenses import device_of
 from patchproof.geometry import MaskSet, PatchThreat, all_places, covering_masks, parse_patches
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
-from patchproof.models import mask_colour
 from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import generated_images
 from patchproof.runs._train import train
@@ -76,8 +74,7 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
     """From a few timed passes over a generated image; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
-    channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
-    image = generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
+    image = generated_images(1, defense)
     masks, most, seconds = getattr(defense, "masks", None), images * defense.most_passes, math.inf
     if masks is None:
         count = needed = 0

@@ -33,17 +33,28 @@ OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
 """The defence of old runs, whose manifests name none."""
 
 
-@dataclass(frozen=True)
-class StoredCertification:
-    """A run of `certify` or `attack`: at most one record per image, what it was made with, and what is doubtful."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
     name: str
     folder: Path
     manifest: Mapping[str, Any]
-    records: tuple[Record, ...]
-    class_names: Mapping[int, str]
+    weights_sha256: str | None
     seconds: float | None
     notices: tuple[str, ...]
+    """What is doubtful."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The command line's settings; empty for a run made from Python."""
+        return self.manifest.get("config") or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCertification(_Stored):
+    """A run of `certify` or `attack`: at most one record per image, and what it was made with."""
+
+    records: tuple[Record, ...]
+    class_names: Mapping[int, str]
     dataset: str
     architecture: str
     weights: str | None
@@ -59,7 +70,6 @@ class StoredCertification:
     planned: int
     available: int
     data_sha256: str | None
-    weights_sha256: str | None
     precision: str
     device: str
     tau: float | None
@@ -78,11 +88,6 @@ class StoredCertification:
     def attacks(self) -> tuple[Record, ...]:
         """The records that say what attacks did; none of a run of `certify`."""
         return tuple(record for record in self.good if record.attack is not None)
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The command line's settings; empty for a run made from Python."""
-        return self.manifest.get("config") or {}
 
     @property
     def axes(self) -> Size | None:
@@ -125,13 +130,11 @@ class StoredEpoch:
     certified: Rate
 
 
-@dataclass(frozen=True)
-class StoredTraining:
-    """A run of `train`: one loss per step, validation accuracies per epoch."""
+@dataclass(frozen=True, kw_only=True)
+class StoredTraining(_Stored):
+    """A run of `train`: one loss per step, validation accuracies per epoch; the weights are those of the last
+    checkpoint of a finished training."""
 
-    name: str
-    folder: Path
-    manifest: Mapping[str, Any]
     losses: tuple[tuple[int, float], ...]
     epochs: tuple[StoredEpoch, ...]
     strategy: str
@@ -140,14 +143,6 @@ class StoredTraining:
     mask_patch: str
     selected_on: str | None
     """Which images choose the best epoch, in words; None where the run does not say."""
-    weights_sha256: str | None
-    """Of the last checkpoint of a finished training."""
-    seconds: float | None
-    notices: tuple[str, ...]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.manifest.get("config") or {}
 
     @property
     def best(self) -> StoredEpoch | None:

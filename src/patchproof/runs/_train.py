@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,16 +68,6 @@ class Trained:
         return self.results["best"]
 
 
-@dataclass(frozen=True)
-class EpochReport:
-    """Mean loss of one epoch, and the accuracies after it, if there are validation images."""
-
-    epoch: int
-    step: int
-    loss: float
-    rates: Mapping[str, Rate] = field(default_factory=dict)
-
-
 def train(
     classifier: nn.Module,
     data: Any,
@@ -88,7 +78,7 @@ def train(
     folder: Path | str | None = None,
     resume: bool = False,
     on_step: Callable[[StepReport], None] | None = None,
-    on_epoch: Callable[[StepReport, EpochReport], None] | None = None,
+    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     on_start: Callable[[Trainer], None] | None = None,
     limit: int | None = None,
     workers: int | None = None,
@@ -104,8 +94,8 @@ def train(
     After each epoch, `validation` images are certified with the defence `plan.validate_with`, and checkpoints saved:
     `checkpoint-last`, from which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the
     images that the result is to be tested on: they are recorded, and if they are the validation images, that is noted.
-    `on_step` sees each step of this call. With several processes (torchrun, accelerate launch), pass nothing more: each
-    takes its own GPU.
+    `on_step` sees each step of this call, `on_epoch` what log.jsonl says of each epoch. With several processes
+    (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
     """
     from patchproof.training import loop
     from patchproof.training.checkpoint import load_training
@@ -148,11 +138,11 @@ def train(
     masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
     trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
-    held_out = None
+    images, validate = {"train": source_facts(source, training_data.indices)}, None
     if validation is not None:
-        held_out = Validation(as_source(validation), shipped, plan, preprocessing, skip_bad=skip_bad)
-    images = {"train": source_facts(source, training_data.indices)}
-    images |= {} if held_out is None else {"validation": source_facts(held_out.source)}
+        held_out = as_source(validation)
+        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad=skip_bad)
+        images["validation"] = source_facts(held_out)
     images |= {} if test is None else {"test": source_facts(as_source(test))}
     manifest = _manifest(trainer, shipped, images, config)
     longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
@@ -160,7 +150,7 @@ def train(
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         notes |= resumed.notes if resumed else {}
-        progress = Progress(None if place is None else place.path, trainer, shipped, held_out, images, notes)
+        progress = Progress(None if place is None else place.path, trainer, shipped, validate, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)
         if on_start is not None:
@@ -173,7 +163,7 @@ def train(
                 if on_step is not None:
                     on_step(report)
                 if epoch is not None and on_epoch is not None:
-                    on_epoch(report, epoch)
+                    on_epoch(epoch)
             except BaseException:
                 if epoch is None:  # a step that was seen is on disk
                     progress.save()
@@ -190,8 +180,8 @@ def train(
         results["weights_sha256"] = weights_sha256(shipped)
         if place is not None:
             doubt = changes_since(manifest["identity"]["data_sha256"], source)
-            if doubt is None and held_out is not None:
-                doubt = changes_since(manifest["identity"]["validation_sha256"], held_out.source)
+            if doubt is None and validation is not None:
+                doubt = changes_since(manifest["identity"]["validation_sha256"], held_out)
             if doubt is not None:
                 place.spoil(doubt)
             write_atomically(place.path / "results.json", dump_json(results))
@@ -209,7 +199,7 @@ class Progress:
     trainer: Trainer
     shipped: ImageClassifier
     """A copy of the classifier, to validate and save with the weights to keep."""
-    held_out: Validation | None
+    validate: Callable[[ImageClassifier], dict[str, Rate]] | None
     images: Mapping[str, Mapping[str, Any]]
     notes: dict[str, Any]
     """Saved with each checkpoint; `loss` and `images` are of the epoch so far."""
@@ -220,7 +210,7 @@ class Progress:
             with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def add(self, report: StepReport, seconds: float) -> EpochReport | None:
+    def add(self, report: StepReport, seconds: float) -> dict[str, Any] | None:
         """Log a step; after the last of an epoch validate, note, and save. `checkpoint-best` is chosen by certified
         accuracy, then by the undefended one. Processes that are not the main one only wait for it."""
         notes, accelerator = self.notes, self.trainer.accelerator
@@ -232,8 +222,8 @@ class Progress:
             return None
         self.shipped.load_state_dict(self.trainer.weights())
         found: dict[str, Rate] = {}
-        if accelerator.is_main_process and self.held_out is not None:
-            found = self.held_out.measure(self.shipped)
+        if accelerator.is_main_process and self.validate is not None:
+            found = self.validate(self.shipped)
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
@@ -250,7 +240,7 @@ class Progress:
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
         self.save()
-        return EpochReport(report.epoch + 1, report.step, loss, found)
+        return epoch
 
     def save(self) -> None:
         from patchproof.training.checkpoint import save_training
@@ -314,45 +304,39 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
     return True
 
 
-class Validation:
-    """The same images after every epoch, certified against the patch of the training masks."""
+def _validation(
+    source: ImageSource,
+    classifier: ImageClassifier,
+    plan: Plan,
+    preprocessing: Preprocessing | None,
+    *,
+    skip_bad: bool,
+) -> Callable[[ImageClassifier], dict[str, Rate]]:
+    """Certifies the same images, decoded once, against the patch of the training masks."""
+    size, name = classifier.input_size, plan.validate_with
+    threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
+    defense(name, classifier.eval(), threat)  # refuses, before an image is read, what it cannot be
+    indices = spread_indices(source, plan.validation_images)
+    how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
+    batches = list(iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad))
+    outputs = torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+    n = sum(len(batch.indices) for batch in batches)
+    if not n:
+        raise InputError(f"none of the {len(indices)} validation images can be read")
 
-    def __init__(
-        self,
-        source: ImageSource,
-        classifier: ImageClassifier,
-        plan: Plan,
-        preprocessing: Preprocessing | None,
-        *,
-        skip_bad: bool,
-    ) -> None:
-        self.source, size = source, classifier.input_size
-        self.threat, self.name = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
-        defense(self.name, classifier.eval(), self.threat)  # refuses, before an image is read, what it cannot be
-        indices = spread_indices(source, plan.validation_images)
-        how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
-        batches = iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad)
-        outputs = (
-            torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
-        )
-        self.batches: Sequence[tuple[Tensor, Tensor]] = [
-            (batch.images, batch.labels if outputs is None else outputs[batch.labels])
-            for batch in batches
-            if batch.indices
-        ]
-        if not self.batches:
-            raise InputError(f"none of the {len(indices)} validation images can be read")
-
-    def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
-        defended = defense(self.name, classifier.eval(), self.threat)
+    def measure(classifier: ImageClassifier) -> dict[str, Rate]:
+        defended = defense(name, classifier.eval(), threat)
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
         undefended = certified = 0
-        for pixels, wanted in self.batches:
-            images, labels = as_images(pixels, device), wanted.to(device)
-            undefended += int((evaluator.labels(images) == labels).sum())
-            certified += int(defended.certify(images, labels).certified.sum())
-        n = sum(len(labels) for _, labels in self.batches)
+        for batch in batches:
+            if batch.indices:
+                images = as_images(batch.images, device)
+                labels = (batch.labels if outputs is None else outputs[batch.labels]).to(device)
+                undefended += int((evaluator.labels(images) == labels).sum())
+                certified += int(defended.certify(images, labels).certified.sum())
         return {"undefended": Rate(undefended, n), "certified": Rate(certified, n)}
+
+    return measure
 
 
 def cut_log(path: Path, step: int) -> None:
