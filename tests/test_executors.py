@@ -191,7 +191,8 @@ def test_a_process_that_fails_is_named_at_once_and_the_next_run_knows_nothing_of
 def test_a_process_that_falls_silent_is_named_and_one_that_has_finished_is_not(store, monkeypatch):
     """Also in the second run of the same processes, which the third does not reach."""
     monkeypatch.setattr(executors, "BEAT_SECONDS", 0.02)
-    main, finished, silent = (Torchrun(rank, 3, store.clone(), dead_after=0.3) for rank in range(3))
+    monkeypatch.setattr(executors, "DEAD_AFTER_SECONDS", 0.3)
+    main, finished, silent = (Torchrun(rank, 3, store.clone()) for rank in range(3))
     for executor in (main, finished, silent, finished):
         with executor.at_work():
             time.sleep(0.05)

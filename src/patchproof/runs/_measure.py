@@ -74,7 +74,7 @@ def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
 
 
 def generated_images(count: int, defense: Any) -> Float[Tensor, "n c h w"]:
-    """Random colour gradients of several scales with some noise, the same ones every time, for the defence's network."""
+    """Random colour gradients of several scales with some noise, the same ones every time, for its network."""
     channels, size = len(mask_colour(defense.classifier) or (0.5,) * 3), defense.threat.image_size
     generator = torch.Generator().manual_seed(0)
     images = torch.zeros(count, channels, *size)

@@ -22,13 +22,20 @@ from typing import Any
 from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, size_words, whole_size
 from patchproof.models import wordnet_words
-from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
+from patchproof.runs._folder import (
+    BEGIN_AGAIN,
+    UNREADABLE,
+    being_written,
+    read_json,
+    read_lines,
+    read_manifest,
+    read_results,
+)
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
-RESTORE = "restore it from a copy, or make the run again in another folder"
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
 """The defence of old runs, whose manifests name none."""
 
@@ -172,13 +179,13 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
     path = folder / "manifest.json"
     if not path.is_file():
         if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
-            raise CheckError(f"{path} is missing, so what the run measured is not known; {RESTORE}")
+            raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
         if not folder.is_dir():
             raise InputError(f"no such folder: {folder}")
         inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
         hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
         raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
-    manifest = read_manifest(path, remedy=RESTORE)
+    manifest = read_manifest(path)
     command = manifest["command"]
     if manifest.get("schema") != SCHEMA:
         found = printable(str(manifest.get("schema")))
@@ -192,7 +199,7 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
     try:
         return (_training if command == "train" else _certification)(folder, name, manifest)
     except UNREADABLE as error:
-        raise CheckError(f"{path} is damaged ({printable(repr(error))}); {RESTORE}") from error
+        raise CheckError(f"{path} is damaged ({printable(repr(error))}); {BEGIN_AGAIN}") from error
 
 
 def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredCertification:

@@ -84,17 +84,10 @@ class Torchrun:
     just claims fewer; there are no collective operations.
     """
 
-    def __init__(
-        self,
-        rank: int | None = None,
-        size: int | None = None,
-        store: Store | None = None,
-        *,
-        dead_after: float = DEAD_AFTER_SECONDS,
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         if store is None:
             store, rank, size = _joined()
-        self.rank, self.size, self.store, self.dead_after = int(rank or 0), int(size or 1), store, dead_after
+        self.rank, self.size, self.store = rank, size, store
         self._run = self._calls = 0
         self._beats: dict[int, tuple[int, float]] = {}
 
@@ -165,10 +158,8 @@ class Torchrun:
             before, since = self._beats.setdefault(rank, (count, now))
             if count != before:
                 self._beats[rank] = count, now
-            elif count >= 0 and now - since > self.dead_after:
-                raise CheckError(
-                    f"process {rank} of {self.size} has not answered for {self.dead_after:.0f} s; {CONTINUE}"
-                )
+            elif count >= 0 and now - since > DEAD_AFTER_SECONDS:
+                raise CheckError(f"process {rank} of {self.size} has not answered for {now - since:.0f} s; {CONTINUE}")
 
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:
