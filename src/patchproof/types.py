@@ -87,7 +87,11 @@ def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        require_kinds(function, inspect.signature(function).bind(*args, **kwargs).arguments)
+        try:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+        except TypeError:  # which the call itself says better
+            given = {}
+        require_kinds(function, given)
         return function(*args, **kwargs)
 
     return call

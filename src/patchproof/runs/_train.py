@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -105,6 +106,8 @@ def train(
         raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
     require_kinds(train, vars(loop) | locals())  # where its types are
     require_workers(workers)
+    if not 0 <= checkpoint_minutes < math.inf:
+        raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
     plan, path = plan or Plan(), None if folder is None else Path(folder)
     accelerator = accelerator or loop.start_accelerator(plan, next(classifier.parameters()).device)
     if path is None or accelerator.is_main_process:
