@@ -92,7 +92,7 @@ def test_attacks_are_timed_also_where_the_timed_image_raises_an_alarm():
 
     classifier.fill = (0.0, 0.0, 0.0)
     defense = pp.defense("alarm", classifier, pp.PatchThreat((8, 8), ((2, 2),)), per_axis=2)
-    assert defense.predict(generated_images(1, 3, (8, 8))).tolist() == [-1]
+    assert defense.predict(generated_images(1, defense)).tolist() == [-1]
     cost = estimate_cost(defense, 4, pp.AttackPlan(steps=10))
     assert cost is not None
     assert cost.attack_seconds > 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds, require_one_of
+from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds
 
 PlaceSearch = Literal["gradient", "grid", "exhaustive"]
 AttackTarget = Literal["undefended", "defended", "both"]
@@ -29,7 +29,7 @@ class Checked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class Engine(Checked):
     """Arithmetic of the passes over masked copies."""
 
     precision: PrecisionChoice = "fp32"
@@ -42,11 +42,9 @@ class Engine:
     work lies ahead of a GPU."""
 
     def __post_init__(self) -> None:
-        require_one_of("precision", self.precision, (*get_args(Precision), "auto"))
-        if self.compile not in (True, False, "auto"):
-            raise InputError(f"compile must be True, False or `auto`, not {self.compile!r}")
-        if self.batch_size != "auto" and (not isinstance(self.batch_size, int) or self.batch_size < 1):
-            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size!r}")
+        super().__post_init__()
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise InputError(f"batch_size must be a positive number or `auto`, not {self.batch_size}")
 
     @property
     def fast(self) -> Precision:
@@ -250,8 +248,8 @@ class TrainingSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        floats = ("learning_rate", "warmup_epochs", "momentum", "weight_decay", "label_smoothing", "ema", "start_share")
-        names = get_args(LossName)
+        names, counts = get_args(LossName), ("epochs", "batch_size", "validation_images", "views")
+        rate = 1 if self.learning_rate is None else self.learning_rate
         rules = (
             ("strategy", isinstance(self.strategy, str) or callable(self.strategy), "must be a name or a callable"),
             ("loss", self.loss in names or callable(self.loss), f"must be one of {', '.join(names)}, or a callable"),
@@ -261,21 +259,17 @@ class TrainingSettings(Checked):
                 f"must be `none` with the loss {self.loss!r}, which sees whole images",
             ),
             ("loss", self.loss == "cross-entropy" or self.teacher is None, "must be cross-entropy with a teacher"),
-            *((name, math.isfinite(getattr(self, name) or 0), "must be finite") for name in floats),
+            *((name, getattr(self, name) >= 1, "must be at least 1") for name in counts),
             ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
-            ("epochs", self.epochs >= 1, "must be at least 1"),
-            ("batch_size", self.batch_size >= 1, "must be at least 1"),
-            ("validation_images", self.validation_images >= 1, "must be at least 1"),
-            ("learning_rate", self.learning_rate is None or self.learning_rate > 0, "must be positive"),
+            ("learning_rate", 0 < rate < math.inf, "must be positive and finite"),
             ("warmup_epochs", 0 <= self.warmup_epochs <= self.epochs, "must be in [0, epochs]"),
             ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
-            ("weight_decay", self.weight_decay >= 0, "cannot be negative"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "must be finite and at least 0"),
             ("teacher_weight", 0 <= self.teacher_weight <= 1, "must be in [0, 1]"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)"),
             ("ema", 0 <= self.ema < 1, "must be in [0, 1), e.g. 0.999"),
             ("start_share", 0 <= self.start_share < 1, "must be in [0, 1), e.g. 0.2"),
             ("memory_refresh", self.memory_refresh >= 0, "cannot be negative"),
-            ("views", self.views >= 1, "must be at least 1"),
             ("accumulate", 1 <= self.accumulate <= self.batch_size, "must be in [1, batch_size]"),
         )
         for name, holds, rule in rules:

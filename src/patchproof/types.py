@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -69,9 +70,10 @@ KINDS: Mapping[Any, tuple[Any, str]] = {
 def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
     """Refuse values that the annotations of a function or class rule out: annotations alone stop nobody.
 
-    Looked at are plain types and classes, tuples of so many of them (in any collection), and alternatives.
+    Looked at are plain types and classes, functions, tuples of so many of them (in any collection), and alternatives.
+    Names that a function imports when it is called are found among its values.
     """
-    hints = get_type_hints(annotated)
+    hints = get_type_hints(annotated, localns=dict(values))
     for name, value in values.items():
         hint = hints.get(name, Any)
         if get_origin(hint) is Literal:
@@ -105,17 +107,29 @@ def _fits(value: Any, hint: Any) -> bool:
         except TypeError:  # a tensor of one number has no items
             items = []
         return len(items) == len(parts) and all(map(_fits, items, parts))
+    if origin is Literal:
+        return value in parts
+    if origin is Callable:
+        return callable(value)
     if origin is not None or hint is Any or not isinstance(hint, type):
         return True
     return isinstance(value, KINDS.get(hint, (hint,))[0]) and (hint is bool or not isinstance(value, bool))
 
 
 def _words(hint: Any) -> str:
-    parts = get_args(hint)
-    if get_origin(hint) is tuple:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(f"`{word}`" for word in parts)
+    if origin is tuple:
         return "(height, width) in whole pixels" if hint == Size else f"({', '.join(map(_words, parts))})"
-    package = getattr(hint, "__module__", "").partition(".")[0].replace("patchproof", "pp")
-    return " or ".join(map(_words, parts)) or KINDS.get(hint, (hint, f"a {package}.{hint.__name__}"))[1]
+    if origin is Callable:
+        return "a function"
+    if parts:
+        return " or ".join(map(_words, parts))
+    place = hint.__module__.partition(".")[0]
+    if place == "patchproof":
+        place = "pp" if hasattr(sys.modules[place], hint.__name__) else hint.__module__
+    return KINDS.get(hint, (hint, f"a {place}.{hint.__name__}"))[1]
 
 
 @cache
@@ -168,8 +182,12 @@ class Preprocessing:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
 
 
-def require_free(folder: Path, *, resume: bool) -> None:
-    """Refuse a folder that cannot be made, or with a run in it that is not to be resumed."""
+def require_free(folder: Path | None, *, resume: bool) -> None:
+    """Refuse a folder that cannot be made, or with a run in it that is not to be resumed; None: nothing is written."""
+    if folder is None:
+        if resume:
+            raise InputError("resume=True continues the run in a folder; give folder=… too")
+        return
     try:
         there = next((place for place in (folder, *folder.parents) if place.exists()), None)
     except OSError as error:

@@ -34,10 +34,10 @@ from patchproof.cli._settings import (
     ARGUMENTS,
     COMMANDS,
     FLAGS,
+    GROUPS,
     SETTINGS,
     TrainSettings,
     commands_with,
-    group_of,
     with_defense,
 )
 from patchproof.cli._show import Console
@@ -77,7 +77,9 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
     for name, hint in hints.items():
         converter = whole_number if int in (hint, *typing.get_args(hint)) else None
         default = False if hint is bool else None  # "default: False" would suggest that a switch takes a value
-        group = group_of(kind, name)
+        brought_by = next(one.__name__ for one in reversed(kind.__mro__) if name in inspect.get_annotations(one))
+        own = f"Options of this {'defence' if 'Options' in brought_by else 'command'}"
+        group = GROUPS.get(brought_by, own)
         hints[name] = Annotated[hint, Parameter(group=group, converter=converter, show_default=default)]
     kind.__init__.__annotations__ = kind.__annotations__ = hints
     parameters = []

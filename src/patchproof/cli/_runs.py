@@ -50,7 +50,6 @@ from patchproof.cli._show import (
     print_table,
     remarks_text,
     results_table,
-    threat_words,
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
@@ -107,8 +106,17 @@ def evaluate(settings: CertifySettings) -> int:
     if attack:
         stdout.print(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.print(f"records, manifest and results: {escape(str(results.folder))}", soft_wrap=True)
-    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
-    for note in filter(None, (unfit, one_class_words(results))):
+    notes = [needs_training(content["defense"], results.undefended.rate, results.defended.rate)]
+    one_class = runs.one_answer([record for record in results.records if record.error is None])
+    if one_class is not None:  # of that class it is certified, and recognises nothing
+        run: Any = runs.read_run(results.folder)
+        label, own, rest = one_class
+        notes.append(
+            f"the network answers one class nearly always, {run.class_name(label)}: it is right on {own.k} of {own.n} "
+            f"images of it and on {rest.k} of {rest.n} others; certificates for that class say nothing about "
+            "recognition"
+        )
+    for note in filter(None, notes):
         stdout.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
     for index in broken:
         Console(stderr=True).print(
@@ -117,19 +125,6 @@ def evaluate(settings: CertifySettings) -> int:
             soft_wrap=True,
         )
     return 1 if broken else 0
-
-
-def one_class_words(results: Any) -> str | None:
-    """Where the network answers one class nearly always: of that class it is certified, and recognises nothing."""
-    found = runs.one_answer([record for record in results.records if record.error is None])
-    if found is None:
-        return None
-    run: Any = runs.read_run(results.folder)
-    label, own, rest = found
-    return (
-        f"the network answers one class nearly always, {run.class_name(label)}: it is right on {own.k} of {own.n} "
-        f"images of it and on {rest.k} of {rest.n} others; certificates for that class say nothing about recognition"
-    )
 
 
 def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
@@ -153,7 +148,7 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             bar.say("timing a few passes")
             cost = runs.estimate_cost(defense, count, plan)
         if cost is not None and settings.dry_run:
-            show_cost(cost, settings)
+            show_cost(cost, settings.json)
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
@@ -161,13 +156,19 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         options: dict[str, Any] = chosen(settings, "resume", "limit", "workers", "skip_bad")
         options |= {"folder": folder, "config": resolved(settings), "executor": executor}
         options |= {"on_start": bar.start, "on_record": bar.add}
+        threat, masks = defense.threat, getattr(defense, "masks", None)
+        title = (
+            f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
+            f"({defense.guarantee}): {threat.words} anywhere on {size_words(threat.image_size)}"
+            f"{'' if masks is None else f', {masks.words}'}"
+        )
         if plan is None:
-            return runs.certify(defense, source, **options), threat_words(source, defense)
-        return runs.attack(defense, source, plan, on_step=bar.step, **options), threat_words(source, defense)
+            return runs.certify(defense, source, **options), title
+        return runs.attack(defense, source, plan, on_step=bar.step, **options), title
 
 
-def show_cost(cost: runs.Cost | runs.TrainingCost, settings: CertifySettings | TrainSettings) -> None:
-    if settings.json:
+def show_cost(cost: runs.Cost | runs.TrainingCost, as_json: bool) -> None:
+    if as_json:
         print_json(asdict(cost))
     else:
         sys.stdout.write(f"{cost_words(cost)}\n")
@@ -202,9 +203,10 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
             raise CheckError(f"standard input: {error.reason}") from error
         files[-1].filename = "-"
     status = Console(stderr=True)
+    like = None if settings.like is None else runs.read_run(settings.like)
     classifier = open_classifier(settings)
     bar = RunBar(status, "predict")
-    defense = defense_for(settings, classifier, bar)
+    defense = defense_for(settings, like, classifier, bar)
     good: list[runs.Prediction] = []
 
     def show(answer: runs.Prediction | runs.Unusable) -> None:
@@ -220,26 +222,24 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
 
     bar.begin(0, len(files))
     with bar.progress:
-        like = None if settings.like is None else runs.read_run(settings.like)  # its images were prepared so
         found = runs.predict(defense, files, on_answer=show, preprocessing=getattr(like, "preprocessing", None))
     if found.misjudged:
         status.print(f"[yellow]note:[/] float32 answered {found.misjudged} images that a fast precision misjudged")
     if good and not settings.json:
-        show_predictions(good, settings, classifier)
+        show_predictions(good, settings, like, classifier)
     return 0 if len(good) == len(files) else 1
 
 
-def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
+def defense_for(settings: PredictSettings, like: Any, classifier: Any, bar: RunBar) -> Any:
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
-    if settings.like is not None:
-        run = runs.read_run(settings.like)
-        if not isinstance(run, runs.StoredCertification):
+    if like is not None:
+        if not isinstance(like, runs.StoredCertification):
             raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
         for name in (*(f.name for f in fields(ThreatSettings)), "precision", "compile", "per_axis"):
             if getattr(settings, name, None) != getattr(type(settings), name, None):
                 raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
-        return runs.defense_like(run, classifier)
+        return runs.defense_like(like, classifier)
     if settings.threat_space == "input":  # what is wrong with the flags is no fault of the images
         build_defense(settings, classifier, low_resolution=False)
     engine = None
@@ -260,7 +260,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     return lambda size: defense(size) if settings.threat_space == "native" else defense()
 
 
-def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettings, classifier: Any) -> None:
+def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettings, like: Any, classifier: Any) -> None:
     console, remarks = Console(), list(answers[0].remarks)
     try:  # the folder of all is said once, so that names fit on a line
         shared = os.path.commonpath([Path(found.path).parent for found in answers])
@@ -270,9 +270,8 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         shared = shared.rstrip(os.sep) + os.sep
         console.print(f"images in {escape(visible(shared))}", soft_wrap=True, highlight=False)
     defense, guarantee, patches = settings.defense, DEFENSES[settings.defense].kind.guarantee, settings.patches
-    if settings.like is not None:
-        run: Any = runs.read_run(settings.like)
-        defense, guarantee, patches = run.defense, run.guarantee, run.patches
+    if like is not None:
+        defense, guarantee, patches = like.defense, like.guarantee, like.patches
     numbers = next((f"margin, {unit}" for unit, names in MARGINS.items() if defense in names), "margin"), "passes"
     table = new_table("image", "answer", *remarks, "certified", *numbers, numbers=numbers)
     table.caption = remarks_text(runs.network_remarks(classifier))
@@ -284,8 +283,8 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
     print_table(console, table)
-    if settings.like is not None:
-        patch = f"the size that {settings.like} certified ({run.patch_words.removeprefix('two patches of ')})"
+    if like is not None:
+        patch = f"the size that {settings.like} certified ({like.patch_words.removeprefix('two patches of ')})"
     elif settings.threat_space == "native":
         patch = f"{settings.patch} (of the original image)"
     else:
@@ -348,17 +347,28 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
     if sorted(classifier.class_names or ()) != sorted(source.class_names):
         classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
     how = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
-    begins = start_words(classifier, source)
+    size = classifier.input_size
+    begins = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
+    if max(size) < SMALL and not source.low_resolution:
+        begins += ", to which larger images are shrunk: --image-size 224 keeps more of them"
     if settings.dry_run:
         if accelerator.is_main_process:
             console.print(escape(f"{begins}\ntiming a few steps"), soft_wrap=True, highlight=False)
         cost = runs.estimate_training(classifier, source, plan, validation=held_out, accelerator=accelerator, **how)
         if accelerator.is_main_process:
-            show_cost(cost, settings)
+            show_cost(cost, settings.json)
         return None
     if tracker is not None:
         accelerator.project_configuration.set_directories(str(folder))
-    bar = TrainingBar(console, accelerator, about=f"{begins}\n{selection_words(source, held_out, tested)}")
+    train, validated, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
+    learns = f"learns from {train}; the best epoch is chosen on {validated}; "
+    if held_out.listing_sha256() == tested.listing_sha256():
+        learns += "these are also the images that certify tests: checkpoint-best is not independent of them"
+    elif source.listing_sha256() == tested.listing_sha256():
+        learns += "certify tests the images it learns from, unless it is given another --split"
+    else:
+        learns += f"{test} is left to test"
+    bar = TrainingBar(console, accelerator, about=f"{begins}\n{learns}")
     shown: dict[str, Any] = {"on_start": bar.start, "on_step": bar.step, "on_epoch": bar.epoch}
     how |= chosen(settings, "resume", "checkpoint_minutes") | {"folder": folder, "config": resolved(settings)}
     with bar.progress, STOP.patiently():
@@ -390,24 +400,6 @@ def open_sources(settings: TrainSettings) -> tuple[ImageSource, ImageSource, Ima
     if unknown:
         raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
     return source, held_out, tested
-
-
-def start_words(classifier: Any, source: ImageSource) -> str:
-    """Which weights a training begins with, and how much of an image they see."""
-    size = classifier.input_size
-    words = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
-    small = max(size) < SMALL and not source.low_resolution
-    return words + ", to which larger images are shrunk: --image-size 224 keeps more of them" * small
-
-
-def selection_words(source: ImageSource, held_out: ImageSource, tested: ImageSource) -> str:
-    """Which images are learned from, choose the best epoch, and are tested."""
-    train, chosen, test = (f"{images.name}, split {images.split}" for images in (source, held_out, tested))
-    same = held_out.listing_sha256() == tested.listing_sha256()
-    overlap = "; these are also the images that certify tests: checkpoint-best is not independent of them"
-    learned = "; certify tests the images it learns from, unless it is given another --split"
-    left = learned if source.listing_sha256() == tested.listing_sha256() else f"; {test} is left to test"
-    return f"learns from {train}; the best epoch is chosen on {chosen}{overlap if same else left}"
 
 
 def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> None:

@@ -3,7 +3,6 @@ are the library's own."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -280,16 +279,6 @@ def with_defense(kind: Any, name: str) -> Any:
         options = DEFENSES[name].options
     made = type(kind.__name__, (kind, options), {"__doc__": kind.__doc__, "__module__": __name__})
     return dataclass(frozen=True, kw_only=True)(made)
-
-
-def group_of(kind: type[Any], name: str) -> str:
-    """The heading under which `--help` shows a flag: that of the class which brings it in."""
-    for owner in reversed(kind.__mro__):
-        if name in inspect.get_annotations(owner):
-            return GROUPS.get(
-                owner.__name__, f"Options of this {'defence' if 'Options' in owner.__name__ else 'command'}"
-            )
-    raise KeyError(name)
 
 
 def part(settings: Any, kind: type[Any]) -> Any:

@@ -120,17 +120,8 @@ def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource)
 
 
 def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
-    """--output, or below runs/ a name made of the settings; refused where a run is that is not to be resumed."""
-    path = default_folder(command, settings, source) if settings.output is None else Path(settings.output)
-    if not local_rank():
-        require_free(path, resume=settings.resume or settings.dry_run)
-        if settings.resume and not (path / "manifest.json").exists():
-            LOGGER.info(f"{path} holds no run to go on with: begins a new one")
-    return path
-
-
-def default_folder(command: str, settings: Any, source: ImageSource) -> Path:
-    """runs/ and a name that tells apart what was asked for."""
+    """--output, or below runs/ a name that tells apart what was asked for; refused where a run is that is not to be
+    resumed."""
     model, weights = named_network(settings)
     name = f"{command}-{source.name}-{model}-"
     if command == "train":
@@ -154,4 +145,9 @@ def default_folder(command: str, settings: Any, source: ImageSource) -> Path:
     name += f"-{settings.image_size}px" if settings.image_size else ""
     name += f"-{settings.split}" if settings.split else ""
     name += f"-{settings.limit}images" if settings.limit else ""
-    return Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)
+    path = settings.output or Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)
+    if not local_rank():
+        require_free(path, resume=settings.resume or settings.dry_run)
+        if settings.resume and not (path / "manifest.json").exists():
+            LOGGER.info(f"{path} holds no run to go on with: begins a new one")
+    return path

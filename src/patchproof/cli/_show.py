@@ -21,7 +21,7 @@ from patchproof.types import visible
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from patchproof.runs import EpochReport, Rate, Record, Tally
+    from patchproof.runs import Rate, Record, Tally
     from patchproof.training.loop import StepReport, Trainer
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -80,17 +80,6 @@ def percent(rate: float) -> str:
 def interval_text(rate: Rate) -> str:
     low, high = rate.interval
     return f"{100 * low:.1f}–{percent(high)}"
-
-
-def threat_words(source: Any, defense: Any) -> str:
-    from patchproof.geometry import size_words
-
-    masks = getattr(defense, "masks", None)
-    words = "" if masks is None else f", {masks.words}"
-    return (
-        f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
-        f"({defense.guarantee}): {defense.threat.words} anywhere on {size_words(defense.threat.image_size)}{words}"
-    )
 
 
 def new_table(*columns: str, numbers: Sequence[str] = (), title: str | None = None, **options: Any) -> Table:
@@ -268,7 +257,8 @@ class TrainingBar(Bar):
         if bool(self.accelerator.reduce(asked, "sum")):  # all processes stop after the same step; `runs.train` saves it
             raise KeyboardInterrupt
 
-    def epoch(self, report: StepReport, epoch: EpochReport) -> None:
-        self.accelerator.log({f"validation/{k}": rate.rate for k, rate in epoch.rates.items()}, step=report.step)
-        rates = ", ".join(f"{name} {percent(rate.rate)}" for name, rate in epoch.rates.items())
-        self.console.print(f"epoch {epoch.epoch}: mean loss {epoch.loss:.3f}, {rates}", highlight=False)
+    def epoch(self, epoch: Mapping[str, Any]) -> None:
+        rates = {name: epoch[name]["rate"] for name in ("undefended", "certified")}
+        self.accelerator.log({f"validation/{name}": rate for name, rate in rates.items()}, step=epoch["step"])
+        words = ", ".join(f"{name} {percent(rate)}" for name, rate in rates.items())
+        self.console.print(f"epoch {epoch['epoch']}: mean loss {epoch['loss']:.3f}, {words}", highlight=False)

@@ -28,7 +28,7 @@ from patchproof.defenses import PatchCleanser, device_of
 from patchproof.defenses.patchcleanser import majority_label
 from patchproof.geometry import MaskSet
 from patchproof.masking import AUTOCAST, Audit, Drift, Engine, as_images, masks_for, show, tf32
-from patchproof.models import match_labels, rewrap
+from patchproof.models import ImageClassifier, match_labels, rewrap
 from patchproof.runs import (
     default_workers,
     device_name,
@@ -141,8 +141,12 @@ def open_subject(settings: BenchSettings) -> Subject:
     indices, workers = spread_indices(source, settings.limit), settings.workers or default_workers()
     batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
     images = as_images(torch.cat([batch.images for batch in batches]), device)
-    if settings.surviving:
-        answer_always(classifier, label=0)
+    if settings.surviving:  # label 0 wins for every image, which survives to the last pair; a pass costs what it costs
+        for network in (one for one in classifier.modules() if isinstance(one, ImageClassifier)):
+            bias = getattr(getattr(network.module, "get_classifier", lambda: None)(), "bias", None)
+            if bias is None:
+                raise InputError("--surviving needs a network whose last layer has a bias, as timm's have")
+            bias.data[0] += SHIFT
     engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
     defense = defense.with_engine(engine)
     try:
@@ -323,21 +327,6 @@ def peer_predict(
                     break
             answers.append(answer)
     return torch.tensor(answers), passes
-
-
-def answer_always(classifier: Any, *, label: int) -> None:
-    """Shift one output so far that it wins for every image: then every image survives to the last pair of masks, and
-    a pass costs what it costs."""
-    if hasattr(classifier, "members"):
-        for member in classifier.members:
-            answer_always(member, label=label)
-        return
-    head = getattr(classifier.module, "get_classifier", lambda: None)()
-    bias = getattr(head, "bias", None)
-    if bias is None:
-        raise InputError("--surviving needs a network whose last layer has a bias, as timm's have")
-    with torch.no_grad():
-        bias[label] += SHIFT
 
 
 def show_measured(measured: dict[str, Any], console: Console) -> None:

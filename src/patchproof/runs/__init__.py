@@ -18,7 +18,7 @@ from patchproof.runs._record import (
     one_answer,
     rates,
 )
-from patchproof.runs._train import EpochReport, Trained, train
+from patchproof.runs._train import Trained, train
 from patchproof.runs.executors import InProcess, Torchrun, default_workers, launched, local_rank
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "ATTACK_ACCURACIES",
     "AttackFindings",
     "Cost",
-    "EpochReport",
     "InProcess",
     "Prediction",
     "Rate",

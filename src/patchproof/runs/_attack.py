@@ -26,7 +26,6 @@ from patchproof.defenses import EvaluatedDefense, device_of
 from patchproof.geometry import Rect, as_places, rects_of
 from patchproof.masking import Engine, Evaluator
 from patchproof.runs._folder import dump_json, write_atomically
-from patchproof.runs._manifest import mask_facts
 from patchproof.runs._record import AttackFindings, Record
 
 
@@ -113,7 +112,7 @@ class Attacker:
             "answer_to_patched": found.attacked_label,
             **tables,
             "defense": defense.describe(),
-            "masks": None if masks is None else mask_facts(masks),
+            "masks": None if masks is None else asdict(masks),
             "engine": None if engine is None else asdict(engine),
             "reproduce": "build the defence as described, load pixels.safetensors, and call "
             "defense.predict(patched[None]); docs/attacks.md has the lines",

@@ -21,7 +21,6 @@ from patchproof.data import Batch, as_source, load_groups, require_workers, spre
 from patchproof.defenses import Defense, assess, device_of, require_defense
 from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
 from patchproof.models import classifier_summary, match_labels, weights_sha256
-from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import Attacker
 from patchproof.runs._cost import require_memory
 from patchproof.runs._folder import (
@@ -36,7 +35,6 @@ from patchproof.runs._manifest import (
     SCHEMA,
     agree,
     changes_since,
-    mask_facts,
     network_remarks,
     new_manifest,
     preprocessing_facts,
@@ -56,7 +54,7 @@ from patchproof.runs._record import (
     nested,
 )
 from patchproof.runs.executors import Executor, default_workers, launched
-from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free, require_kinds
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""
@@ -85,7 +83,8 @@ def certify(
     `on_record` sees each new record once, and may raise to stop the run; `on_start` sees the tally of the records found
     in the folder and the number planned.
     """
-    require_arguments(locals())
+    require_defense(defense)
+    require_kinds(certify, locals())
     return Session(**locals()).execute()
 
 
@@ -112,10 +111,9 @@ def attack(
     `folder`/broken with its pixels. `on_step(step, steps)` sees each step of each attack. Everything else is as in
     `certify`.
     """
-    require_arguments(locals())
+    require_defense(defense)
+    require_kinds(attack, locals())
     options = {name: value for name, value in locals().items() if name not in ("plan", "on_step")}
-    if not isinstance(plan, AttackPlan | None):
-        raise InputError(f"plan must be an AttackPlan, e.g. AttackPlan(steps=40), not {plan!r}")
     return Session(**options, attacker=Attacker(plan or AttackPlan(), on_step)).execute()
 
 
@@ -171,17 +169,15 @@ class Session:
     attacker: Attacker | None = None
 
     def __post_init__(self) -> None:
-        require_defense(self.defense)
+        self.path = None if self.folder is None else Path(self.folder)
+        self.place = None if self.path is None else RunFolder(self.path)
+        require_free(self.path, resume=self.resume)
         require_workers(self.workers)
         self.source = as_source(self.data)
         self.indices = spread_indices(self.source, self.limit)
         self.classifier = getattr(self.defense, "classifier", None)
         size = self.defense.threat.image_size
         self.how = self.preprocessing or preprocessing_for(self.classifier, self.source.low_resolution, size)
-        self.path = None if self.folder is None else Path(self.folder)
-        self.place = None if self.path is None else RunFolder(self.path)
-        if self.path is not None:
-            require_free(self.path, resume=self.resume)
         require_memory(self.defense)
         self.classes = None
         if self.source.class_names and self.classifier is not None:
@@ -194,7 +190,7 @@ class Session:
         self.batch_size: int | None = None
 
     def execute(self) -> Results:
-        """Evaluate what is left; the results cover all sessions."""
+        """Evaluate what is left, whoever does it; the results cover all sessions."""
         started = time.monotonic()
         with self.team.at_work():
             measured = self.measure()
@@ -225,34 +221,29 @@ class Session:
                         self.seconds = seconds
                 self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
                 self.give_engine(engine)
-                return self.evaluate(current["identity"]["data_sha256"], started)
-
-    def evaluate(self, data_sha256: str, started: float) -> Results:
-        """The pieces that are left, whoever does them, and results.json, however it ends."""
-        if self.on_start is not None:
-            self.on_start(self.tally, len(self.indices))
-        doubt: str | None = None
-        begun = len(self.records) % self.size
-        try:
-            for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
-                self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
-                self.keep(piece.images[begun:])
-                begun = 0
-            doubt = changes_since(data_sha256, self.source)
-        except TauExceededError as error:
-            if self.place is not None:
-                self.place.spoil(str(error))
-            raise
-        finally:
-            self.seconds += time.monotonic() - started
-            content = self.content(doubt)
-            if self.path is not None:
-                write_atomically(self.path / "results.json", dump_json(content))
-        if doubt is not None:
-            if self.place is not None:
-                self.place.spoil(doubt)
-            raise CheckError(doubt)
-        return Results(tuple(self.records), self.tally.rates(), content, self.path)
+                if self.on_start is not None:
+                    self.on_start(self.tally, len(self.indices))
+                doubt, begun = None, len(self.records) % self.size
+                try:
+                    for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
+                        self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
+                        self.keep(piece.images[begun:])
+                        begun = 0
+                    doubt = changes_since(current["identity"]["data_sha256"], self.source)
+                except TauExceededError as error:
+                    if self.place is not None:
+                        self.place.spoil(str(error))
+                    raise
+                finally:  # results.json, however it ends
+                    self.seconds += time.monotonic() - started
+                    content = self.content(doubt)
+                    if self.path is not None:
+                        write_atomically(self.path / "results.json", dump_json(content))
+                if doubt is not None and self.place is not None:
+                    self.place.spoil(doubt)
+                if doubt is not None:
+                    raise CheckError(doubt)
+                return Results(tuple(self.records), self.tally.rates(), content, self.path)
 
     def measure(self) -> tuple[Measured, Drift] | None:
         """τ, and what `auto` stands for: what it did in an earlier session, or what the main process finds."""
@@ -308,7 +299,7 @@ class Session:
                 "class_names": list(source.class_names),
                 "low_resolution": source.low_resolution,
             },
-            **({} if masks is None else {"masks": mask_facts(masks)}),
+            **({} if masks is None else {"masks": asdict(masks)}),
             "tau": tau,
             "batch_size": self.size if measured is None else int(measured[0].batch_size),
             "precision": engine.precision,

@@ -8,9 +8,11 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +22,8 @@ from patchproof.attacks import AttackPlan, attack_in_turn
 from patchproof.attacks.gradient import CANDIDATES
 from patchproof.data import as_source
 from patchproof.defenses import defense as named_defense
-from patchproof.defenses import device_of
 from patchproof.geometry import MaskSet, PatchThreat, all_places, covering_masks, parse_patches
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
-from patchproof.models import mask_colour
 from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import generated_images
 from patchproof.runs._train import train
@@ -74,11 +74,10 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
     """From a few timed passes over a generated image; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
-    channels = len(mask_colour(defense.classifier) or (0.5,) * 3)
-    image = generated_images(1, channels, defense.threat.image_size).to(device_of(defense))
-    masks, most = getattr(defense, "masks", None), images * defense.most_passes
+    image = generated_images(1, defense)
+    masks, most, seconds = getattr(defense, "masks", None), images * defense.most_passes, math.inf
     if masks is None:
-        count, needed, seconds = 0, 0, math.inf
+        count = needed = 0
         fewest = images * getattr(defense, "fewest_passes", defense.most_passes)
         ready, label = _prepared(defense, image)
         for _ in range(TIMED):  # whatever a pass is to it; the first one may have things to check
@@ -88,7 +87,15 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
     else:
         require_memory(defense)
         count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
-        fewest, seconds = images * count, seconds_per_pass(defense, image)
+        fewest, engine = images * count, getattr(defense, "engine", None) or Engine()
+        evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
+        keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
+        evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
+        zeros = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64)
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
+            seconds = min(seconds, (time.perf_counter() - began) / len(zeros))
     times = 1 / seconds, fewest * seconds, most * seconds
     cost = Cost(images, count, fewest, most, *times, needed, peak_memory(image.device))
     return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, image, plan))
@@ -114,20 +121,15 @@ def require_memory(defense: Any) -> None:
     free, masks = free_memory(), getattr(defense, "masks", None)
     if free is None or masks is None or not hasattr(defense, "most_passes"):
         return
-    in_pairs = defense.most_passes > len(masks)
-    needed = table_bytes(masks, in_pairs=in_pairs)
+    threat, needs = defense.threat, partial(table_bytes, in_pairs=defense.most_passes > len(masks))
+    needed = needs(masks)
     if needed <= free:
         return
-    largest, most = 0, 0
-    with suppress(InputError):  # masks of one's own need not form a grid
-        most = max(map(len, masks.axes))
-    for per_axis in range(1, most + 1):
-        fewer: MaskSet = covering_masks(defense.threat, per_axis=per_axis)
-        if table_bytes(fewer, in_pairs=in_pairs) <= free:
-            largest = per_axis
+    numbers = range(1, max(threat.image_size) + 1)
+    fits = takewhile(lambda number: needs(covering_masks(threat, per_axis=number)) <= free, numbers)
     raise InputError(
         f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
-        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {largest} is the most that fits"
+        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {max(fits, default=0)} is the most that fits"
     )
 
 
@@ -152,30 +154,6 @@ def peak_memory(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def seconds_per_pass(defense: Any, image: torch.Tensor) -> float:
-    """Of masked copies in whole chunks, by the fastest of a few."""
-    engine = getattr(defense, "engine", None) or Engine()
-    evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
-    keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
-    evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
-    zeros, times = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64), []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
-        times.append(time.perf_counter() - began)
-    return min(times) / len(zeros)
-
-
-@dataclass(frozen=True)
-class _Steadfast:
-    """A target that no patch moves."""
-
-    labels: torch.Tensor
-
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        return self.labels[:1].expand(len(images))
-
-
 def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:
     """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
     defense, label = _prepared(defense, image)
@@ -192,7 +170,7 @@ def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> fl
 
     for attacks in attacks_on(defense, first, stepped):
         for attack in attacks:
-            attack.target = _Steadfast(label)
+            attack.target = SimpleNamespace(predict=lambda images: label.expand(len(images)))  # that no patch moves
             attack_in_turn([attack], image, label, seed=0, indices=[0])
     rounds = -(-places // at_once) * -(-plan.restarts // starts)
     return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2]))

@@ -53,13 +53,13 @@ def read_results(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_manifest(path: Path, *, remedy: str = BEGIN_AGAIN) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, if it is exactly what was written."""
     manifest = read_json(path)
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
-        raise CheckError(f"{path} is not the manifest of a run; {remedy}")
+        raise CheckError(f"{path} is not the manifest of a run; {BEGIN_AGAIN}")
     if SEAL not in manifest or not is_whole(manifest):
-        raise CheckError(f"{path} is damaged: not what was written; {remedy}")
+        raise CheckError(f"{path} is damaged: not what was written; {BEGIN_AGAIN}")
     return manifest
 
 
@@ -121,10 +121,6 @@ class RunFolder:
         stored one but `longer` takes its place."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            words = error.strerror if isinstance(error, OSError) else str(error)
-            raise InputError(f"cannot create the folder {str(self.path)!r}: {words}") from error
-        try:
             locked = FileLock(self.path / ".lock").acquire(timeout=0)
         except Timeout as error:
             raise CheckError(f"another process is writing to {self.path}; wait for it, or stop it") from error

@@ -59,10 +59,6 @@ def plain(value: Any) -> Any:
         raise InputError(f"what describe() returns must be JSON, with finite numbers: {error}") from error
 
 
-def mask_facts(masks: Any) -> dict[str, Any]:
-    return plain({"image_size": masks.image_size, "rects": masks.rects})
-
-
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
     """`cover` only where it is used."""
     return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}

@@ -17,7 +17,7 @@ from patchproof.defenses import device_of
 from patchproof.geometry import PatchThreat, covering_masks
 from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier
 from patchproof.models import mask_colour
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import InputError, Preprocessing
 
 MOST_COPIES, FEWEST_COPIES = 512, 16
 SHARE = 4
@@ -65,24 +65,23 @@ def measure_tau(
 
 def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
     """On generated images: an image that somebody hands in must not choose its own τ."""
-    classifier = getattr(defense, "classifier", None)
-    if classifier is None:
+    if getattr(defense, "classifier", None) is None:
         return None
-    channels = len(mask_colour(classifier) or (0.5,) * 3)
-    images = generated_images(64, channels, defense.threat.image_size).to(device_of(defense))
+    images = generated_images(64, defense)
     engine = getattr(defense, "engine", None) or Engine()
     copies = len(images) if _in_float32(engine, images.device) else MOST_COPIES
     return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), copies)
 
 
-def generated_images(count: int, channels: int, size: Size) -> Float[Tensor, "n c h w"]:
-    """Random colour gradients of several scales with some noise, the same ones every time."""
+def generated_images(count: int, defense: Any) -> Float[Tensor, "n c h w"]:
+    """Random colour gradients of several scales with some noise, the same ones every time, for its network."""
+    channels, size = len(mask_colour(defense.classifier) or (0.5,) * 3), defense.threat.image_size
     generator = torch.Generator().manual_seed(0)
     images = torch.zeros(count, channels, *size)
     for cells in (2, 5, 11):
         coarse = torch.rand(count, channels, cells, cells, generator=generator)
         images += functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
-    return (images / 3 + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1)
+    return (images / 3 + 0.1 * torch.randn(images.shape, generator=generator)).clamp(0, 1).to(device_of(defense))
 
 
 def _measured(defense: Any, engine: Engine, images: Tensor, copies: int, work: int = 0) -> tuple[Measured, Drift]:

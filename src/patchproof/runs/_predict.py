@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess, reading, to_rgb, unit_floats
 from patchproof.defenses import (
     DEFENSES,
-    Assessment,
     Defense,
     MaskedDefense,
     assess,
@@ -32,13 +29,12 @@ from patchproof.defenses import (
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
-from patchproof.runs._arguments import require_arguments
 from patchproof.runs._attack import as_judge
 from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
 from patchproof.runs._reading import StoredCertification, printable
-from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of
+from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, require_kinds
 
 SMALL = 64
 """An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
@@ -97,13 +93,13 @@ def predict(
     Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
     that a fast precision misjudges is answered, and certified, in float32.
     """
-    require_arguments(locals())
     if isinstance(defense, nn.Module) or not callable(defense):
         require_defense(defense)
     if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
         raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")
     if isinstance(images, Tensor) and images.ndim == 3:
         raise InputError("images must be a sequence, not one image (c h w); for one image, [image]")
+    require_kinds(predict, locals())
     known: dict[int, tuple[Any, Any]] = {}
     lock, given = threading.Lock(), preprocessing or getattr(defense, "preprocessing", None)
 
@@ -120,43 +116,33 @@ def predict(
         with lock:
             chosen: Any = defense if isinstance(defense, Defense) else defense(size)
             if id(chosen) not in known:
-                known[id(chosen)] = chosen, ready_to_predict(chosen)  # holds on to `chosen`, whose id is the key
+                ready = chosen
+                if hasattr(chosen, "with_engine") and not isinstance(chosen.engine, Measured):
+                    measured = measure_on_generated(chosen)
+                    ready = chosen if measured is None else chosen.with_engine(measured[0])
+                known[id(chosen)] = chosen, as_judge(ready)  # holds on to `chosen`, whose id is the key
             ready = known[id(chosen)][1]
         small, input_size = max(size) < SMALL, ready.threat.image_size
         how = given or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
         return ready, preprocess(pixels, how)
 
     answers, size = Predictions(), getattr(defense, "images_at_once", IMAGES_AT_ONCE)
-    ends, piece = [0], min(FIRST, size)
-    while ends[-1] < len(images):
-        ends.append(ends[-1] + piece)
-        piece = min(2 * piece, size)
+    start, piece = 0, min(FIRST, size)
+    before: list[tuple[str, Future[Any]]] = []
     with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
-        waiting: deque[list[tuple[str, Future[Any]]]] = deque()
-        for start, end in pairwise([*ends, ends[-1]]):
-            batch = enumerate(images[start:end], start)
-            waiting.append([(_name(image, number), pool.submit(read, image)) for number, image in batch])
-            if len(waiting) > 1:
-                for answer in _answers(waiting.popleft(), answers):
-                    answers.append(answer)
-                    if on_answer is not None:
-                        on_answer(answer)
+        while start < len(images) or before:
+            batch = []
+            for number, image in enumerate(images[start : start + piece], start):
+                if not isinstance(image, (Path, str, Image.Image, Tensor)):
+                    raise InputError(f"image {number} is no {USABLE}, but {kind_of(image)}")
+                name = image if isinstance(image, (Path, str)) else getattr(image, "filename", "") or f"{number:05d}"
+                batch.append((str(name), pool.submit(read, image)))
+            for answer in _answers(before, answers):
+                answers.append(answer)
+                if on_answer is not None:
+                    on_answer(answer)
+            start, piece, before = start + piece, min(2 * piece, size), batch
     return answers
-
-
-def _name(image: Path | str | Image.Image | Tensor, number: int) -> str:
-    """The file's, or the image's number."""
-    if not isinstance(image, (Path, str, Image.Image, Tensor)):
-        raise InputError(f"image {number} is no {USABLE}, but {kind_of(image)}")
-    return str(image) if isinstance(image, (Path, str)) else str(getattr(image, "filename", "") or f"{number:05d}")
-
-
-def ready_to_predict(defense: Any) -> Any:
-    """The defence with a τ that is not from the images it will see, and that hostile ones do not stop."""
-    if hasattr(defense, "with_engine") and not isinstance(defense.engine, Measured):
-        measured = measure_on_generated(defense)
-        defense = defense if measured is None else defense.with_engine(measured[0])
-    return as_judge(defense)
 
 
 def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> Iterator[Prediction | Unusable]:
@@ -171,8 +157,21 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
             reason = error.reason if isinstance(error, BadImageError) else str(error)
             answers[position] = Unusable(path, reason)
     for ready, group in alike.values():
-        found, misjudged = _assessed(ready, as_images(torch.stack(list(group.values())), device_of(ready)))
-        so_far.misjudged += misjudged
+        images = as_images(torch.stack(list(group.values())), device_of(ready))
+        audit = Audit()
+        if hasattr(ready, "evaluator"):
+            ready.evaluator.audit = audit
+        found = assess(ready, images).to("cpu")
+        wrong = torch.tensor(sorted(audit.exceeded), dtype=torch.int64)
+        if len(wrong):  # once more in float32, where the fast precision was off by more than its τ allows
+            engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
+            sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
+            found.predictions[wrong] = sure.predictions
+            for name in ("certified", "margin", "forwards"):
+                getattr(found.certificates, name)[wrong] = getattr(sure.certificates, name)
+            for name, values in found.remarks.items():
+                values[wrong] = sure.remarks[name]
+            so_far.misjudged += len(wrong)
         proof, names = found.certificates, getattr(getattr(ready, "classifier", None), "class_names", None)
         for row, position in enumerate(group):
             label, margin = int(found.predictions[row]), float(proof.margin[row])
@@ -191,36 +190,17 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
     return (answers[position] for position in range(len(batch)))
 
 
-def _assessed(ready: Any, images: Tensor) -> tuple[Assessment, int]:
-    """Answers and certificates; once more, in float32, where the fast precision was off by more than its τ allows."""
-    if not hasattr(ready, "evaluator"):
-        return assess(ready, images).to("cpu"), 0
-    ready.evaluator.audit = Audit()
-    found = assess(ready, images).to("cpu")
-    wrong = torch.tensor(sorted(ready.evaluator.audit.exceeded), dtype=torch.int64)
-    if len(wrong):
-        engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
-        sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
-        found.predictions[wrong] = sure.predictions
-        for name in ("certified", "margin", "forwards"):
-            getattr(found.certificates, name)[wrong] = getattr(sure.certificates, name)
-        for name, values in found.remarks.items():
-            values[wrong] = sure.remarks[name]
-    return found, len(wrong)
-
-
-def image_files(path: Path) -> Iterator[Path]:
+def image_files(path: Path) -> list[Path]:
     """The file itself, or every image below the folder in a fixed order."""
     if path.is_file():
-        yield path
-        return
+        return [path]
     if not path.is_dir():
         raise InputError(f"no such image or folder: {path}")
     found = [Path(root) / name for root, _, names in os.walk(path) for name in names]
     files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
     if not files:
         raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
-    yield from files
+    return files
 
 
 def stored_defense(run: StoredCertification, classifier: Any) -> Any:

@@ -22,28 +22,46 @@ from typing import Any
 from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, size_words, whole_size
 from patchproof.models import wordnet_words
-from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
+from patchproof.runs._folder import (
+    BEGIN_AGAIN,
+    UNREADABLE,
+    being_written,
+    read_json,
+    read_lines,
+    read_manifest,
+    read_results,
+)
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
-RESTORE = "restore it from a copy, or make the run again in another folder"
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
 """The defence of old runs, whose manifests name none."""
 
 
-@dataclass(frozen=True)
-class StoredCertification:
-    """A run of `certify` or `attack`: at most one record per image, what it was made with, and what is doubtful."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
     name: str
     folder: Path
     manifest: Mapping[str, Any]
-    records: tuple[Record, ...]
-    class_names: Mapping[int, str]
+    weights_sha256: str | None
     seconds: float | None
     notices: tuple[str, ...]
+    """What is doubtful."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The command line's settings; empty for a run made from Python."""
+        return self.manifest.get("config") or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCertification(_Stored):
+    """A run of `certify` or `attack`: at most one record per image, and what it was made with."""
+
+    records: tuple[Record, ...]
+    class_names: Mapping[int, str]
     dataset: str
     architecture: str
     weights: str | None
@@ -59,7 +77,6 @@ class StoredCertification:
     planned: int
     available: int
     data_sha256: str | None
-    weights_sha256: str | None
     precision: str
     device: str
     tau: float | None
@@ -80,11 +97,6 @@ class StoredCertification:
         return tuple(record for record in self.good if record.attack is not None)
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """The command line's settings; empty for a run made from Python."""
-        return self.manifest.get("config") or {}
-
-    @property
     def axes(self) -> Size | None:
         """Masks per axis, vertical and horizontal; None where the masks form no grid."""
         try:
@@ -94,9 +106,7 @@ class StoredCertification:
 
     @property
     def masks_words(self) -> str:
-        if self.masks is None:
-            return "no masks"
-        return self.masks.words
+        return "no masks" if self.masks is None else self.masks.words
 
     @property
     def patch_percent(self) -> float | None:
@@ -127,13 +137,11 @@ class StoredEpoch:
     certified: Rate
 
 
-@dataclass(frozen=True)
-class StoredTraining:
-    """A run of `train`: one loss per step, validation accuracies per epoch."""
+@dataclass(frozen=True, kw_only=True)
+class StoredTraining(_Stored):
+    """A run of `train`: one loss per step, validation accuracies per epoch; the weights are those of the last
+    checkpoint of a finished training."""
 
-    name: str
-    folder: Path
-    manifest: Mapping[str, Any]
     losses: tuple[tuple[int, float], ...]
     epochs: tuple[StoredEpoch, ...]
     strategy: str
@@ -142,14 +150,6 @@ class StoredTraining:
     mask_patch: str
     selected_on: str | None
     """Which images choose the best epoch, in words; None where the run does not say."""
-    weights_sha256: str | None
-    """Of the last checkpoint of a finished training."""
-    seconds: float | None
-    notices: tuple[str, ...]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self.manifest.get("config") or {}
 
     @property
     def best(self) -> StoredEpoch | None:
@@ -179,13 +179,13 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
     path = folder / "manifest.json"
     if not path.is_file():
         if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
-            raise CheckError(f"{path} is missing, so what the run measured is not known; {RESTORE}")
+            raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
         if not folder.is_dir():
             raise InputError(f"no such folder: {folder}")
         inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
         hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
         raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
-    manifest = read_manifest(path, remedy=RESTORE)
+    manifest = read_manifest(path)
     command = manifest["command"]
     if manifest.get("schema") != SCHEMA:
         found = printable(str(manifest.get("schema")))
@@ -199,7 +199,7 @@ def read_run(folder: Path, name: str | None = None) -> StoredRun:
     try:
         return (_training if command == "train" else _certification)(folder, name, manifest)
     except UNREADABLE as error:
-        raise CheckError(f"{path} is damaged ({printable(repr(error))}); {RESTORE}") from error
+        raise CheckError(f"{path} is damaged ({printable(repr(error))}); {BEGIN_AGAIN}") from error
 
 
 def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredCertification:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,22 +143,17 @@ class Rate:
     def rate(self) -> float:
         return self.k / self.n if self.n else 0.0
 
-    @property
+    @cached_property
     def interval(self) -> tuple[float, float]:
-        return _clopper_pearson(self.k, self.n)
+        from scipy.special import betaincinv  # a second that `patchproof --help` should not take
+
+        low = float(betaincinv(self.k, self.n - self.k + 1, 0.025)) if self.k else 0.0
+        high = float(betaincinv(self.k + 1, self.n - self.k, 0.975)) if self.k < self.n else 1.0
+        return low, high
 
     def as_dict(self) -> dict[str, Any]:
         low, high = self.interval
         return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
-
-
-@lru_cache(maxsize=4096)
-def _clopper_pearson(k: int, n: int) -> tuple[float, float]:
-    from scipy.special import betaincinv  # a second that `patchproof --help` should not take
-
-    low = float(betaincinv(k, n - k + 1, 0.025)) if k else 0.0
-    high = float(betaincinv(k + 1, n - k, 0.975)) if k < n else 1.0
-    return low, high
 
 
 @dataclass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from patchproof.models import (
     settled,
     weights_sha256,
 )
-from patchproof.runs._arguments import require_arguments
 from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
 from patchproof.runs._manifest import (
     SCHEMA,
@@ -41,7 +41,7 @@ from patchproof.runs._manifest import (
 from patchproof.runs._record import Rate
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free
+from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free, require_kinds
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -69,16 +69,6 @@ class Trained:
         return self.results["best"]
 
 
-@dataclass(frozen=True)
-class EpochReport:
-    """Mean loss of one epoch, and the accuracies after it, if there are validation images."""
-
-    epoch: int
-    step: int
-    loss: float
-    rates: Mapping[str, Rate] = field(default_factory=dict)
-
-
 def train(
     classifier: nn.Module,
     data: Any,
@@ -89,7 +79,7 @@ def train(
     folder: Path | str | None = None,
     resume: bool = False,
     on_step: Callable[[StepReport], None] | None = None,
-    on_epoch: Callable[[StepReport, EpochReport], None] | None = None,
+    on_epoch: Callable[[Mapping[str, Any]], None] | None = None,
     on_start: Callable[[Trainer], None] | None = None,
     limit: int | None = None,
     workers: int | None = None,
@@ -105,31 +95,33 @@ def train(
     After each epoch, `validation` images are certified with the defence `plan.validate_with`, and checkpoints saved:
     `checkpoint-last`, from which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the
     images that the result is to be tested on: they are recorded, and if they are the validation images, that is noted.
-    `on_step` sees each step of this call. With several processes (torchrun, accelerate launch), pass nothing more: each
-    takes its own GPU.
+    `on_step` sees each step of this call, `on_epoch` what log.jsonl says of each epoch. With several processes
+    (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
     """
+    from patchproof.training import loop
     from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
-    from patchproof.training.loop import TrainingData, start_accelerator
 
-    require_arguments(locals())
-    plan, source = Plan() if plan is None else plan, as_source(data)
+    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
+        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
+    require_kinds(train, vars(loop) | locals())  # where its types are
+    require_workers(workers)
+    if not 0 <= checkpoint_minutes < math.inf:
+        raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
+    plan, path = plan or Plan(), None if folder is None else Path(folder)
+    accelerator = accelerator or loop.start_accelerator(plan, next(classifier.parameters()).device)
+    if path is None or accelerator.is_main_process:
+        require_free(path, resume=resume)
+    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
+    source = as_source(data)
     network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan must be a Plan, e.g. Plan(strategy='greedy'), not {plan!r}")
-    require_workers(workers)
-    accelerator = accelerator or start_accelerator(plan, next(classifier.parameters()).device)
-    path = None if folder is None else Path(folder)
-    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
-    if place is not None:
-        require_free(place.path, resume=resume)
     if plan.gutout_layer is not None:
         named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
     if plan.learning_rate is None:
         plan = replace(plan, learning_rate=paper_learning_rate(network.architecture))
-    training_data = TrainingData(
+    training_data = loop.TrainingData(
         source,
         spread_indices(source, limit),
         torch.tensor(match_labels(source.class_names, network, source.name)) if source.class_names else None,
@@ -138,13 +130,22 @@ def train(
         skip_bad=skip_bad,
         keep_decoded=keep_decoded,
     )
+    # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
+    # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
+    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
+    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
+    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
+    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
+    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
+    threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
+    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
-    trainer = _trainer(network, training_data, plan, accelerator)
-    held_out = None
+    trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
+    images, validate = {"train": source_facts(source, training_data.indices)}, None
     if validation is not None:
-        held_out = Validation(as_source(validation), shipped, plan, preprocessing, skip_bad=skip_bad)
-    images = {"train": source_facts(source, training_data.indices)}
-    images |= {} if held_out is None else {"validation": source_facts(held_out.source)}
+        held_out = as_source(validation)
+        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad=skip_bad)
+        images["validation"] = source_facts(held_out)
     images |= {} if test is None else {"test": source_facts(as_source(test))}
     manifest = _manifest(trainer, shipped, images, config)
     longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
@@ -152,7 +153,7 @@ def train(
         resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         notes |= resumed.notes if resumed else {}
-        progress = Progress(None if place is None else place.path, trainer, shipped, held_out, images, notes)
+        progress = Progress(None if place is None else place.path, trainer, shipped, validate, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)
         if on_start is not None:
@@ -165,7 +166,7 @@ def train(
                 if on_step is not None:
                     on_step(report)
                 if epoch is not None and on_epoch is not None:
-                    on_epoch(report, epoch)
+                    on_epoch(epoch)
             except BaseException:
                 if epoch is None:  # a step that was seen is on disk
                     progress.save()
@@ -182,8 +183,8 @@ def train(
         results["weights_sha256"] = weights_sha256(shipped)
         if place is not None:
             doubt = changes_since(manifest["identity"]["data_sha256"], source)
-            if doubt is None and held_out is not None:
-                doubt = changes_since(manifest["identity"]["validation_sha256"], held_out.source)
+            if doubt is None and validation is not None:
+                doubt = changes_since(manifest["identity"]["validation_sha256"], held_out)
             if doubt is not None:
                 place.spoil(doubt)
             write_atomically(place.path / "results.json", dump_json(results))
@@ -201,7 +202,7 @@ class Progress:
     trainer: Trainer
     shipped: ImageClassifier
     """A copy of the classifier, to validate and save with the weights to keep."""
-    held_out: Validation | None
+    validate: Callable[[ImageClassifier], dict[str, Rate]] | None
     images: Mapping[str, Mapping[str, Any]]
     notes: dict[str, Any]
     """Saved with each checkpoint; `loss` and `images` are of the epoch so far."""
@@ -212,7 +213,7 @@ class Progress:
             with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def add(self, report: StepReport, seconds: float) -> EpochReport | None:
+    def add(self, report: StepReport, seconds: float) -> dict[str, Any] | None:
         """Log a step; after the last of an epoch validate, note, and save. `checkpoint-best` is chosen by certified
         accuracy, then by the undefended one. Processes that are not the main one only wait for it."""
         notes, accelerator = self.notes, self.trainer.accelerator
@@ -224,8 +225,8 @@ class Progress:
             return None
         self.shipped.load_state_dict(self.trainer.weights())
         found: dict[str, Rate] = {}
-        if accelerator.is_main_process and self.held_out is not None:
-            found = self.held_out.measure(self.shipped)
+        if accelerator.is_main_process and self.validate is not None:
+            found = self.validate(self.shipped)
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
@@ -242,7 +243,7 @@ class Progress:
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
         self.save()
-        return EpochReport(report.epoch + 1, report.step, loss, found)
+        return epoch
 
     def save(self) -> None:
         from patchproof.training.checkpoint import save_training
@@ -251,21 +252,6 @@ class Progress:
             self.shipped.load_state_dict(self.trainer.weights())
             history = {"trained_on": self.images["train"]}
             save_training(self.path / "checkpoint-last", self.trainer, self.shipped, self.notes, history=history)
-
-
-def _trainer(network: ImageClassifier, data: Any, plan: Plan, accelerator: Accelerator) -> Trainer:
-    from patchproof.training.loop import Trainer
-
-    # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
-    # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
-    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
-    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
-    copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
-    chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
-    chunk = min(chunk, default_batch(network.input_size, accelerator.device))
-    threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
-    masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
-    return Trainer(network, data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
 
 
 def _manifest(
@@ -321,45 +307,39 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
     return True
 
 
-class Validation:
-    """The same images after every epoch, certified against the patch of the training masks."""
+def _validation(
+    source: ImageSource,
+    classifier: ImageClassifier,
+    plan: Plan,
+    preprocessing: Preprocessing | None,
+    *,
+    skip_bad: bool,
+) -> Callable[[ImageClassifier], dict[str, Rate]]:
+    """Certifies the same images, decoded once, against the patch of the training masks."""
+    size, name = classifier.input_size, plan.validate_with
+    threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
+    defense(name, classifier.eval(), threat)  # refuses, before an image is read, what it cannot be
+    indices = spread_indices(source, plan.validation_images)
+    how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
+    batches = list(iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad))
+    outputs = torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+    n = sum(len(batch.indices) for batch in batches)
+    if not n:
+        raise InputError(f"none of the {len(indices)} validation images can be read")
 
-    def __init__(
-        self,
-        source: ImageSource,
-        classifier: ImageClassifier,
-        plan: Plan,
-        preprocessing: Preprocessing | None,
-        *,
-        skip_bad: bool,
-    ) -> None:
-        self.source, size = source, classifier.input_size
-        self.threat, self.name = PatchThreat(size, parse_patches(plan.mask_patch, size)), plan.validate_with
-        defense(self.name, classifier.eval(), self.threat)  # refuses, before an image is read, what it cannot be
-        indices = spread_indices(source, plan.validation_images)
-        how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
-        batches = iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad)
-        outputs = (
-            torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
-        )
-        self.batches: Sequence[tuple[Tensor, Tensor]] = [
-            (batch.images, batch.labels if outputs is None else outputs[batch.labels])
-            for batch in batches
-            if batch.indices
-        ]
-        if not self.batches:
-            raise InputError(f"none of the {len(indices)} validation images can be read")
-
-    def measure(self, classifier: ImageClassifier) -> dict[str, Rate]:
-        defended = defense(self.name, classifier.eval(), self.threat)
+    def measure(classifier: ImageClassifier) -> dict[str, Rate]:
+        defended = defense(name, classifier.eval(), threat)
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
         undefended = certified = 0
-        for pixels, wanted in self.batches:
-            images, labels = as_images(pixels, device), wanted.to(device)
-            undefended += int((evaluator.labels(images) == labels).sum())
-            certified += int(defended.certify(images, labels).certified.sum())
-        n = sum(len(labels) for _, labels in self.batches)
+        for batch in batches:
+            if batch.indices:
+                images = as_images(batch.images, device)
+                labels = (batch.labels if outputs is None else outputs[batch.labels]).to(device)
+                undefended += int((evaluator.labels(images) == labels).sum())
+                certified += int(defended.certify(images, labels).certified.sum())
         return {"undefended": Rate(undefended, n), "certified": Rate(certified, n)}
+
+    return measure
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -378,8 +358,6 @@ def cut_log(path: Path, step: int) -> None:
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
     """The classifier itself, or a module of the user's own wrapped, whose input is the size of its first image."""
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
     if not any(parameter.requires_grad for parameter in classifier.parameters()):
         raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if isinstance(classifier, ImageClassifier):

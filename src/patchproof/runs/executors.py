@@ -84,17 +84,10 @@ class Torchrun:
     just claims fewer; there are no collective operations.
     """
 
-    def __init__(
-        self,
-        rank: int | None = None,
-        size: int | None = None,
-        store: Store | None = None,
-        *,
-        dead_after: float = DEAD_AFTER_SECONDS,
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
         if store is None:
             store, rank, size = _joined()
-        self.rank, self.size, self.store, self.dead_after = int(rank or 0), int(size or 1), store, dead_after
+        self.rank, self.size, self.store = rank, size, store
         self._run = self._calls = 0
         self._beats: dict[int, tuple[int, float]] = {}
 
@@ -128,11 +121,11 @@ class Torchrun:
                 continue
             own[number] = answer
             while following < pieces.stop and (following in own or self.store.check([f"{key}/{following}"])):
-                yield own.pop(following, None) or load(self._taken(f"{key}/{following}"))
+                yield own.pop(following, None) or load(self._awaited(f"{key}/{following}", last=True))
                 following += 1
         if not self.rank:
             for number in range(following, pieces.stop):
-                yield own.pop(number, None) or load(self._taken(f"{key}/{number}"))
+                yield own.pop(number, None) or load(self._awaited(f"{key}/{number}", last=True))
 
     def _claims(self, key: str, pieces: range) -> Iterator[int]:
         """Numbers of pieces that nobody else works on, until there are none left."""
@@ -143,17 +136,16 @@ class Torchrun:
                 return
             yield number
 
-    def _taken(self, key: str) -> str:
-        text = self._awaited(key)
-        self.store.delete_key(key)
-        return text
-
-    def _awaited(self, key: str) -> str:
+    def _awaited(self, key: str, *, last: bool = False) -> str:
+        """What another process has written there, when it has; removed if this is the `last` that asks for it."""
         with self._reaching("hear from"):
             while not self.store.check([key]):
                 self._require_alive()
                 time.sleep(POLL_SECONDS)
-            return self.store.get(key).decode()
+            text = self.store.get(key).decode()
+        if last:
+            self.store.delete_key(key)
+        return text
 
     def _require_alive(self) -> None:
         """Raise if a process has failed, or has neither finished nor shown a heartbeat lately."""
@@ -166,10 +158,8 @@ class Torchrun:
             before, since = self._beats.setdefault(rank, (count, now))
             if count != before:
                 self._beats[rank] = count, now
-            elif count >= 0 and now - since > self.dead_after:
-                raise CheckError(
-                    f"process {rank} of {self.size} has not answered for {self.dead_after:.0f} s; {CONTINUE}"
-                )
+            elif count >= 0 and now - since > DEAD_AFTER_SECONDS:
+                raise CheckError(f"process {rank} of {self.size} has not answered for {now - since:.0f} s; {CONTINUE}")
 
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:
@@ -221,10 +211,7 @@ def _joined() -> tuple[Store, int, int]:
 
 def environment_number(name: str, default: int) -> int:
     """A number that a launcher puts into the environment."""
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError as error:
-        raise InputError(f"{name} must be a number: {error}; start with torchrun") from error
+    return int(os.environ.get(name, default))
 
 
 @cache
