@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from patchproof.attacks import Attack, AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
+from patchproof.attacks import AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
 from patchproof.data import BadImageError, ImageSource, decode, preprocess
 from patchproof.defenses import PatchCleanser, device_of
 from patchproof.explore._findings import Cell, Finding, Rounds, record_words, study, watch
@@ -239,7 +239,7 @@ class Explorer:
         def attacked(steps: int) -> Tensor:
             plan = AttackPlan(steps=steps, restarts=2)
             attack = GradientAttack(evaluator, target, threat, objective, plan=plan, place=place)
-            return Attack.__call__(attack, images, labels, generators=[image_generator(seed, 0)]).images[0]
+            return attack(images, labels, generators=[image_generator(seed, 0)]).images[0]
 
         began = time.monotonic()
         attacked(1)
