@@ -1,9 +1,9 @@
 """Run folders as pages, figures and tables that explain themselves."""
 
 from patchproof.report._build import Options, Report, build_report, notice_groups
-from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
-from patchproof.report._gallery import worst_masks
+from patchproof.report._figures import Picture, drawing, error_line, percent_axis, series_style
 from patchproof.report._tables import Cell, Column, Table, csv_text, markdown
+from patchproof.report._training import worst_masks
 from patchproof.runs._reading import class_words
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "build_report",
     "class_words",
     "csv_text",
-    "draw",
+    "drawing",
     "error_line",
     "markdown",
     "notice_groups",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
-from patchproof.report._compare import GUARANTEES, TracedRun, validated_with
 from patchproof.report._counts import (
     FEW,
     LEVEL,
@@ -24,8 +23,9 @@ from patchproof.report._counts import (
     outcomes,
     weak_classes,
 )
-from patchproof.report._sections import NAMED
 from patchproof.report._tables import interval_words, percent
+from patchproof.report._trace import GUARANTEES, NAMED, TracedRun
+from patchproof.report._training import validated_with
 from patchproof.runs import StoredCertification, StoredTraining, one_answer
 from patchproof.runs._reading import count_words
 
