@@ -373,7 +373,7 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path, monkeypatch: pytest.M
         message = f"unknown dataset '{name}': no folder of class folders.*did you mean '{nearest}'"
         with pytest.raises(InputError, match=message):
             open_dataset(name)
-    with pytest.raises(InputError, match="no folder of class folders, and none of imagenet, .* fashion-mini$"):
+    with pytest.raises(InputError, match=r"no folder of class folders, and none of imagenet, .* fashion-mini$"):
         open_dataset("other.text")
     assert DATASETS == ("imagenet", "imagenette", "cifar10", "cifar100", "svhn", "fashion-mini")
 
