@@ -20,12 +20,12 @@ from matplotlib.font_manager import fontManager
 
 from patchproof.cli import run as command
 from patchproof.models import sealed
-from patchproof.report import Options, Report, build_report, class_words, notice_groups
+from patchproof.report import Options, Report, build_report, notice_groups
 from patchproof.report._certification import histogram
 from patchproof.report._figures import COLOURS, INK, fonts_for, series_style
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
-from patchproof.runs._reading import printable, read_run, read_runs
+from patchproof.runs._reading import class_words, printable, read_run, read_runs
 from patchproof.runs._record import Rate, Record
 from patchproof.types import CheckError, InputError
 from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
@@ -146,7 +146,7 @@ def test_margins_and_cost_equal_plain_sorting(report, lines):
 
 def test_a_histogram_counts_every_value_once_and_cuts_at_zero():
     groups = [[-3.0, -0.1, 0.0], [0.05, 2.0, 2.5, 900.0]]
-    _, shares, _ = histogram(groups, n=7, bins=10)
+    _, shares, _ = histogram(groups, n=7)
     assert [sum(rate.k for rate in row) for row in shares] == [3, 4]
     assert histogram([[], []], n=0) is None
     edges, _, _ = histogram([[-1.0, 0.3, 1.7] * 50, []], n=150)

@@ -15,4 +15,3 @@ from patchproof.report._tables import Table as Table
 from patchproof.report._tables import csv_text as csv_text
 from patchproof.report._tables import markdown as markdown
 from patchproof.report._training import worst_masks as worst_masks
-from patchproof.runs._reading import class_words as class_words

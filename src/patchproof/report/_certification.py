@@ -242,9 +242,7 @@ def cost_of(run: StoredCertification) -> Section:
     return Section("cost", "Cost", (), pictures, [table])
 
 
-def histogram(
-    groups: Sequence[Sequence[float]], *, n: int, bins: int = BINS
-) -> tuple[list[float], list[list[Rate]], int] | None:
+def histogram(groups: Sequence[Sequence[float]], *, n: int) -> tuple[list[float], list[list[Rate]], int] | None:
     """Edges of common bins of a round width, one of which begins at 0 if that is within; for each group its shares of
     all n images; and how many values are outside and count in the end bins."""
     values = np.array([value for group in groups for value in group], dtype=np.float64)
@@ -252,7 +250,7 @@ def histogram(
         return None
     least, most = np.percentile(values, [OUTER, 100 - OUTER]).tolist()
     room = 0.5 if least == most else 0.0
-    edges = list(map(float, MaxNLocator(bins).tick_values(least - room, most + room)))
+    edges = list(map(float, MaxNLocator(BINS).tick_values(least - room, most + room)))
     low, high = edges[0], edges[-1]
     found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
     clipped = int(((values < low) | (values > high)).sum())
