@@ -166,7 +166,8 @@ def _torchvision(name: str, place: Path, *, download: bool) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError, TarError) as error:
-        what, mend = "is incomplete or damaged", "pass download=True to fetch it again"
+        what, mend = "is incomplete or damaged, its md5 sums are wrong", "pass download=True to fetch it again"
         if download:
-            what, mend = "could not be downloaded", "check the network, or put the files there by hand"
-        raise InputError(f"{name} in {str(place)!r} {what} ({' '.join(str(error).split())}); {mend}") from error
+            what = f"could not be downloaded ({' '.join(str(error).split())})"
+            mend = "check the network, or put the files there by hand"
+        raise InputError(f"{name} in {str(place)!r} {what}; {mend}") from error
