@@ -6,7 +6,7 @@ from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, notes, rate_text, spread
 from matplotlib.axes import Axes
 
-from patchproof.report import Column, Picture, Table, draw, error_line, percent_axis, series_style
+from patchproof.report import Column, Picture, Table, drawing, error_line, percent_axis, series_style
 
 ROUND_PASSES = (10, 30, 100, 300)
 
@@ -90,27 +90,23 @@ def curves(results: list[Result]) -> list[Picture]:
     every = [r for some in lines.values() for r in some]
     n = " or ".join(f"{n:,}" for n in sorted({r.certified.n for r in every}))
 
-    def certified(axes: Axes) -> None:
+    title, brings = f"ImageNette: certified, n = {n}", "Certified accuracy against masks per axis"
+    alt = f"{brings} for cutout and greedy, with 95% intervals."
+    with drawing("imagenette-masks", title, alt) as (certified, axes):
         for number, (strategy, some) in enumerate(lines.items()):
             at, rates = [float(r.masks) for r in some], [r.certified for r in some]
             error_line(axes, at, rates, label=strategy, number=number, of=len(lines))
         percent_axis(axes, (r.certified for r in every))
         _name_masks(axes, every, "certified at 3% (% of images)")
-
-    def cost(axes: Axes) -> None:
+    alt = "Passes per image against masks per axis for cutout and greedy, on a logarithmic scale."
+    with drawing("imagenette-cost", "ImageNette: passes with early exit", alt) as (cost, axes):
         for number, (strategy, some) in enumerate(lines.items()):
             axes.plot([r.masks for r in some], [r.passes for r in some], label=strategy, **series_style(number))
         axes.set_yscale("log")
         axes.set_yticks(ROUND_PASSES, [str(passes) for passes in ROUND_PASSES])
         axes.minorticks_off()
         _name_masks(axes, every, "passes per image")
-
-    brings = "Certified accuracy against masks per axis for cutout and greedy, with 95% intervals."
-    costs = "Passes per image against masks per axis for cutout and greedy, on a logarithmic scale."
-    return [
-        draw("imagenette-masks", f"ImageNette: certified, n = {n}", brings, certified),
-        draw("imagenette-cost", "ImageNette: passes with early exit", costs, cost),
-    ]
+    return [certified, cost]
 
 
 def _name_masks(axes: Axes, results: list[Result], words: str) -> None:

@@ -30,7 +30,7 @@ from patchproof.defenses import BagCert
 from patchproof.explore import Explorer, open_explorer
 from patchproof.explore import _draw as draw
 from patchproof.explore import _explorer as explorer_module
-from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, noise, paste
+from patchproof.explore._explorer import DEFENDED, NOISE, PICTURE, UNDEFENDED, noise
 from patchproof.explore._findings import Finding, Rounds, explain, meaning, study, verdict, watch
 from patchproof.explore._page import ExplorerPage
 from patchproof.masking import Evaluator, Measured
@@ -241,11 +241,12 @@ def test_the_patch_stays_where_it_is_put_and_inside_the_image(explorer, tmp_path
     file = tmp_path / "own.png"
     file.write_bytes(png())
     shown = explorer.pick(explorer.records[0]).moved(100, -3)
-    assert (shown.one.top, shown.one.left) == (23, 0)
+    assert shown.one.rect[:2] == (23, 0)
     pasted = explorer.with_patch(shown, PICTURE, file=file)
-    assert torch.equal(pasted.one.patch, paste(Image.open(file), (5, 5)))
-    red = paste(Image.new("RGB", (40, 20), (200, 10, 30)), (3, 4))
-    assert red.tolist() == [[[value] * 4] * 3 for value in (200, 10, 30)]
+    assert pasted.one.patch.shape == (3, 5, 5)
+    Image.new("RGB", (40, 20), (200, 10, 30)).save(tmp_path / "red.png")
+    red = explorer.with_patch(shown, PICTURE, file=tmp_path / "red.png").one.patch
+    assert red.tolist() == [[[value] * 5] * 5 for value in (200, 10, 30)]
     assert explorer.pick(explorer.records[1], pasted).one.rect == pasted.one.rect == shown.one.rect
     with pytest.raises(ValueError, match="drop in a picture"):
         explorer.with_patch(shown, PICTURE)
@@ -268,7 +269,7 @@ def test_two_patches_are_placed_one_at_a_time_and_optimised_together(monkeypatch
     assert "two patches of 5×5 pixels anywhere on 28×28, 10 unions of 2×2 masks" in explorer.title
     shown = explorer.pick(records[0]).moved(20, 20)
     shown = replace(shown, chosen=1).moved(3, 4)
-    assert [(one.top, one.left) for one in shown.patches] == [(20, 20), (3, 4)]
+    assert [one.rect[:2] for one in shown.patches] == [(20, 20), (3, 4)]
     assert re.search(r"(No two|Two) 5×5 patches", verdict(shown.finding, explorer.name, explorer.defense))
     page = draw.patched_view(shown, explorer.size)
     assert page.count("pp-frame") == 2

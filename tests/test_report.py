@@ -20,13 +20,12 @@ from matplotlib.font_manager import fontManager
 
 from patchproof.cli import run as command
 from patchproof.models import sealed
-from patchproof.report import Options, Report, build_report, class_words, notice_groups
-from patchproof.report._build import Notice
+from patchproof.report import Options, Report, build_report, notice_groups
+from patchproof.report._certification import histogram
 from patchproof.report._figures import COLOURS, INK, fonts_for, series_style
-from patchproof.report._plots import histogram
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
-from patchproof.runs._reading import printable, read_run, read_runs
+from patchproof.runs._reading import class_words, printable, read_run, read_runs
 from patchproof.runs._record import Rate, Record
 from patchproof.types import CheckError, InputError
 from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
@@ -85,7 +84,7 @@ def table(report: Report, key: str) -> list[dict[str, str]]:
 
 
 def texts(report: Report) -> list[str]:
-    return [notice.text for notice in report.notices]
+    return [notice["text"] for notice in report.notices]
 
 
 @pytest.fixture
@@ -147,7 +146,7 @@ def test_margins_and_cost_equal_plain_sorting(report, lines):
 
 def test_a_histogram_counts_every_value_once_and_cuts_at_zero():
     groups = [[-3.0, -0.1, 0.0], [0.05, 2.0, 2.5, 900.0]]
-    _, shares, _ = histogram(groups, n=7, bins=10)
+    _, shares, _ = histogram(groups, n=7)
     assert [sum(rate.k for rate in row) for row in shares] == [3, 4]
     assert histogram([[], []], n=0) is None
     edges, _, _ = histogram([[-1.0, 0.3, 1.7] * 50, []], n=150)
@@ -202,7 +201,8 @@ def test_folders_are_named_by_where_they_differ_and_read_once(folder, tmp_path):
 
 
 def test_a_notice_about_several_runs_is_said_once():
-    groups = notice_groups([Notice(name, "late") for name in "abcde"] + [Notice("a", "odd"), Notice("", "mixed")])
+    said = [*((name, "late") for name in "abcde"), ("a", "odd"), ("", "mixed")]
+    groups = notice_groups([{"run": run, "text": text} for run, text in said])
     assert groups == {"a, b, c and 2 more": ["late"], "a": ["odd"], "": ["mixed"]}
 
 
@@ -237,6 +237,9 @@ def test_figures_have_axes_units_n_and_text_that_is_text(report):
 def test_letters_that_our_font_lacks_come_from_an_installed_one_or_without_a_word(tmp_path, recwarn, monkeypatch):
     run = write_run(tmp_path / "r", manifest(count=30, classes=["猫", "犬", "鰻"]), random_records(30))
 
+    ours = [entry for entry in fontManager.ttflist if entry.name.startswith("DejaVu")]
+    monkeypatch.setattr(fontManager, "ttflist", ours)
+
     def drawn() -> bytes:
         (picture,) = [p for p in build_report([run]).pictures if p.key == "classes"]
         assert "猫 (n =" in picture.svg
@@ -244,7 +247,6 @@ def test_letters_that_our_font_lacks_come_from_an_installed_one_or_without_a_wor
         return picture.png
 
     without = drawn()
-    monkeypatch.setattr(fontManager, "ttflist", list(fontManager.ttflist))
     builder, square = FontBuilder(1000, isTTF=True), TTGlyphPen(None)
     square.moveTo((100, 0)), square.lineTo((100, 900)), square.lineTo((900, 900)), square.lineTo((900, 0))
     square.closePath()

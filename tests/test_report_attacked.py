@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from patchproof.data import open_dataset
 from patchproof.report import build_report
 from patchproof.report._counts import attacked_rates
-from patchproof.report._plots import bounds_picture
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record
 from run_folders import attacked_records, detection, manifest, random_records, write_run
@@ -69,7 +68,7 @@ def test_all_five_accuracies_are_counted_from_the_records(folder):
         "attacked copies",
     ]
     assert report.sections[0].key == "attacked"
-    assert not [notice for notice in report.notices if "broken" in notice.text]
+    assert not [notice for notice in report.notices if "broken" in notice["text"]]
     text = "".join(ElementTree.fromstring(report.pictures[0].svg_file).itertext())
     for words in ("n = 60", "images (%)", "defended, attacked", "recovery"):
         assert words in text
@@ -81,12 +80,13 @@ def test_a_broken_certificate_stands_at_the_top_and_is_shown_first_and_as_wrong(
     wrong = (records[victim].label + 1) % 3
     records[victim] = fallen(records[victim], attacked=False, place=(0, 0, 5, 5), attacked_label=wrong)
     report = build_report([write_run(tmp_path / "attack", content, records)])
-    assert f"1 certified image was broken by a patch, which a certificate rules out: image {victim}" in (
-        report.notices[0].text
+    assert (
+        f"1 certified image was broken by a patch, which a certificate rules out: image {victim}"
+        in (report.notices[0]["text"])
     )
     page = report.html()
     assert page.index("certified image was broken") < page.index('class="tiles"')
-    ((_, cards),) = attacked(report).gallery.groups
+    ((_, cards),) = attacked(report).cards
     assert (cards[0].title, cards[0].certified) == (records[victim].path, True)
     shown = page[page.index("The defence, changed by a patch") :].partition("</figure>")[0]
     assert f'<dd class="wrong">{cards[0].answered}</dd>' in shown
@@ -96,7 +96,7 @@ def test_images_whose_answer_changed_are_shown_with_the_place(pets, tmp_path):
     content, records = pets
     report = build_report([write_run(tmp_path / "attack", content, records)])
     fell = [record for record in records if record.attack.place]
-    ((title, cards),) = attacked(report).gallery.groups
+    ((title, cards),) = attacked(report).cards
     assert (title, len(fell) > 0) == ("The defence, changed by a patch", True)
     assert [card.title for card in cards] == [record.path for record in fell][:8]
     assert all((c.rects[0].top, c.rects[0].left, c.rects[0].height) == (3, 4, 5) for c in cards)
@@ -118,7 +118,7 @@ def test_kept_patches_are_pasted_where_they_were_and_damaged_ones_leave_the_plac
     (folder / "patches" / f"{fell[0]}.safetensors").write_bytes(b"\0" * 40)
     save_file(kept | {"defended_place": torch.tensor((0, 0, 5, 5))}, folder / "patches" / f"{fell[1]}.safetensors")
     report = build_report([folder])
-    (_, defended), (title, undefended) = attacked(report).gallery.groups
+    (_, defended), (title, undefended) = attacked(report).cards
     assert title == "The classifier alone, changed by a patch"
     assert [card.patched for card in defended[:3]] == [False, False, True]  # damaged; of another place; kept
     wanted = (255 * patch).round().permute(1, 2, 0).byte().numpy()
@@ -136,7 +136,7 @@ def test_a_place_outside_the_image_costs_the_card_and_not_the_page(pets, tmp_pat
     for number, place in enumerate([(100, 100, 5, 5), (0, 0, 0, 0), (25, 25, 9, 9)]):
         moved = [fallen(r, place=place if r.attack.place else None) for r in records]
         report = build_report([write_run(tmp_path / str(number), content, moved)])
-        assert attacked(report).gallery is None
+        assert attacked(report).cards == []
     assert "defended, attacked" in report.html()
 
 
@@ -158,8 +158,9 @@ def test_what_was_not_attacked_has_no_number(tmp_path):
     folder = write_run(tmp_path / "attack", manifest(count=30, command="attack"), records)
     run = read_run(folder)
     assert set(attacked_rates(run)) == {"defended", "certified"}
-    assert bounds_picture([run]).svg
-    (table,) = attacked(build_report([folder])).tables
+    section = attacked(build_report([folder]))
+    (table,), (picture,) = section.tables, section.pictures
+    assert picture.svg
     assert dict(table.rows)["defended, attacked"] is dict(table.rows)["undefended"] is None
 
 
@@ -179,7 +180,7 @@ def test_images_that_were_not_attacked_count_as_clean_in_the_upper_bound(tmp_pat
 def test_a_record_without_attacks_among_them_is_said_and_left_out(tmp_path):
     records = [*attacked_records(59), random_records(60)[59]]
     folder = write_run(tmp_path / "attack", manifest(count=60, command="attack"), records)
-    assert "1 record says nothing about attacks" in build_report([folder]).notices[0].text
+    assert "1 record says nothing about attacks" in build_report([folder]).notices[0]["text"]
     assert attacked_rates(read_run(folder))["attacked"].n == 59
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from patchproof.report import Options, build_report
-from patchproof.report._compare import TracedRun
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several
 from patchproof.report._counts import Paired, attacked_rates, compare, count_pairs, holm, mask_shares, witness
+from patchproof.report._trace import TracedRun
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
 from patchproof.types import InputError

@@ -21,17 +21,11 @@ from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint, load_classifier, sealed
 from patchproof.recipes import recipes
 from patchproof.report import Options, Report, build_report, worst_masks
-from patchproof.report._compare import (
-    TracedRun,
-    mixed_notices,
-    paper_numbers,
-    paper_table,
-    runs_table,
-    trace,
-)
-from patchproof.report._gallery import COLUMNS, SHADE, hidden, make_gallery
-from patchproof.report._plots import comparison_pictures
+from patchproof.report._compare import comparison_pictures, mixed_notices, paper_table, runs_table
+from patchproof.report._gallery import make_gallery
 from patchproof.report._tables import csv_text
+from patchproof.report._trace import TracedRun, trace
+from patchproof.report._training import COLUMNS, SHADE
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs, shortened_name
 from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
@@ -107,7 +101,7 @@ def test_labels_are_named_as_the_classifier_orders_them(tmp_path):
 
 
 def cards_of(run: StoredCertification, count: int, source=None) -> dict[str, tuple]:
-    return dict(make_gallery(run, source or find_images(run), count).groups)
+    return dict(make_gallery(run, source or find_images(run), count)[0])
 
 
 @pytest.mark.parametrize("name", ["certify-3", "alarm"])
@@ -147,16 +141,15 @@ def test_without_masks_in_the_evidence_the_image_is_shown_alone(real, evidence):
 
 
 def test_a_witness_of_many_masks_hides_all_of_them_with_the_runs_fill(real):
-    image = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(1))
-    shown = hidden(image, [pp.Rect(1, 2, 3, 4), pp.Rect(0, 0, 2, 2), pp.Rect(5, 7, 1, 1)], (0.0, 0.5, 1.0))
-    gone = torch.zeros(6, 8, dtype=torch.bool)
-    gone[1:4, 2:6] = gone[0:2, 0:2] = gone[5, 7] = True
-    assert torch.equal(shown[:, ~gone], image[:, ~gone])
-    assert (shown[:, gone] == torch.tensor([0, 0.5, 1])[:, None]).all()
     run = read_run(real / "greedy" / "certify-3")
     three = tuple(replace(r, evidence={"witness": {"masks": [0, 4, 8], "label": 1}}) for r in run.records)
     for card in cards_of(replace(run, records=three), 1)["Not certified"]:
         assert (len(card.rects), card.how, card.answered) == (3, "under 3 masks", "Trouser")
+        image, shown, gone = pixels_of(card.image), pixels_of(card.masked), np.zeros(run.image_size, dtype=bool)
+        for rect in (run.masks.rects[number] for number in (0, 4, 8)):
+            gone[rect.top : rect.bottom, rect.left : rect.right] = True
+        assert (shown[~gone] == image[~gone]).all()
+        assert (shown[gone] == np.round(255 * np.array(run.fill))).all()
 
 
 @pytest.fixture
@@ -177,7 +170,7 @@ def photos(tmp_path) -> Path:
 
 def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(photos, tmp_path):
     run = read_run(tmp_path / "r")
-    assert make_gallery(run, find_images(run), 4).notice is None
+    assert make_gallery(run, find_images(run), 4)[1] is None
     photos.rename(tmp_path / "moved")
     report = build_report([tmp_path / "r"])
     page = report.html()
@@ -189,9 +182,9 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
     assert all(card.image.startswith("data:image/jpeg;base64,") for card in cards)
     file = tmp_path / "moved" / "cat" / "0.png"
     file.write_bytes(bytes(file.stat().st_size))  # damaged without changing its size
-    gallery = make_gallery(run, found, 9)
-    assert gallery.notice == "1 chosen image cannot be read."
-    assert sum(len(cards) for _, cards in gallery.groups) == 8
+    groups, notice = make_gallery(run, found, 9)
+    assert notice == "1 chosen image cannot be read."
+    assert sum(len(cards) for _, cards in groups) == 8
     file.write_bytes(b"other bytes")
     assert "are not those of the run (another sha256 of the listing)" in find_images(run, str(tmp_path / "moved"))
 
@@ -255,13 +248,13 @@ def test_the_papers_cell_is_found_for_every_patch_and_mask_set(tmp_path, name):
     side = {"1%": 23, "2%": 32, "3%": 39}
     for e in recipe.expectations:
         ours = run_of(tmp_path, str(recipe.settings()["model"]), recipe.dataset, patch=side[e.patch], per_axis=e.masks)
-        assert paper_numbers(ours, recipe.strategy) == [(None, e)]
+        assert TracedRun(ours, ours.name, recipe.strategy).paper == [(None, e)]
 
 
 def test_another_architecture_or_size_is_context_and_says_which(tmp_path):
     def numbers(*arguments, **changes) -> list[tuple]:
-        found = paper_numbers(run_of(tmp_path, *arguments, **changes), "greedy")
-        return [(context, cell.certified) for context, cell in found]
+        run = TracedRun(run_of(tmp_path, *arguments, **changes), "run", "greedy")
+        return [(context, cell.certified) for context, cell in run.paper]
 
     assert numbers("resnet18", "imagenette") == [("ResNet", 93.7)]
     assert numbers("tf_efficientnet_lite0", "imagenette2-160") == [("ResNet", 93.7), ("ViT", 95.5), ("ConvNeXt", 95.4)]
@@ -285,8 +278,9 @@ def test_another_architecture_or_size_is_context_and_says_which(tmp_path):
     ],
 )
 def test_what_the_paper_did_not_measure_has_no_number(tmp_path, strategy, changes):
-    assert len(paper_numbers(run_of(tmp_path, "resnetv2_50x1_bit", "imagenette"), "greedy")) == 1
-    assert paper_numbers(run_of(tmp_path, "resnetv2_50x1_bit", **{"dataset": "imagenette"} | changes), strategy) == []
+    known, other = ({"dataset": "imagenette"} | more for more in ({}, changes))
+    assert len(TracedRun(run_of(tmp_path, "resnetv2_50x1_bit", **known), "run", "greedy").paper) == 1
+    assert TracedRun(run_of(tmp_path, "resnetv2_50x1_bit", **other), "run", strategy).paper == []
 
 
 # Several runs
@@ -397,13 +391,13 @@ def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
     native = traced(tmp_path, "rand", **{"config.threat_space": "native"})
     assert mixed_notices([one, native])[0].startswith("mixed: some patches are measured on the original image")
     report = build_report([one.run.folder, others.run.folder])
-    assert report.notices[0].text.startswith("mixed: the runs are not about the same images")
+    assert report.notices[0]["text"].startswith("mixed: the runs are not about the same images")
 
 
 def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
     runs = [traced(tmp_path, "greedy"), traced(tmp_path, "greedy", **detection())]
     report = build_report([one.run.folder for one in runs])
-    assert report.notices[0].text == (
+    assert report.notices[0]["text"] == (
         "mixed: detection (run1), recovery (run0); certified detection and certified recovery are not comparable"
     )
     shown = {column.name for s in report.sections for t in s.tables if t.key == "runs" for column in t.columns}

@@ -6,11 +6,10 @@ Attacks run in turn on a batch: each on the images that the ones before could no
 from __future__ import annotations
 
 import hashlib
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -70,11 +69,6 @@ class Attack(ABC):
     def __init__(self, target: Target, threat: PatchThreat) -> None:
         self.target, self.threat = target, threat
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if cls.__call__ is not Attack.__call__:
-            raise TypeError(f"{cls.__name__} must not replace __call__, which checks what it returns; write `search`")
-
     @abstractmethod
     def search(
         self,
@@ -100,11 +94,14 @@ class Attack(ABC):
             raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
         if len(generators) != len(images):
             raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
-        found = _plain_copy(self.search(images.clone(), labels.clone(), generators), count=len(images), name=name)
+        found = self.search(images.clone(), labels.clone(), generators)
+        if not isinstance(found, Patched):
+            raise CheckError(f"{name}.search must return attacks.Patched(…), not {type(found).__name__}")
         check_patched(images, found, threat, name=name)
-        predictions = answers(target, found.images)
+        patched = found.images.detach().clone()
+        predictions = answers(target, patched)
         broken = wrong_answers(target, predictions, labels)
-        return Attacked(found.images, found.places, found.passes, found.queries + 1, labels, predictions, broken)
+        return Attacked(patched, found.places, found.passes, found.queries + 1, labels, predictions, broken)
 
 
 def wrong_answers(target: Target, predictions: Int64[Tensor, " b"], labels: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
@@ -122,46 +119,17 @@ def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "
     return found
 
 
-def _plain_copy(found: Any, *, count: int, name: str) -> Patched:
-    """The proposal, each part read once and copied into plain tensors and rectangles, which are then checked."""
-
-    def copied(part: Any) -> Tensor:
-        if type(part) is not Tensor or part.layout is not torch.strided:  # a subclass may override methods
-            raise TypeError(f"a plain dense tensor is expected, not a {type(part).__name__}")
-        return Tensor.clone(Tensor.detach(part))
-
-    def plain_rect(rect: Any) -> Rect:
-        return Rect(*map(operator.index, rect))
-
-    try:
-        images, passes, queries = map(copied, (found.images, found.passes, found.queries))
-        places = tuple(
-            plain_rect(place) if isinstance(place, Rect) else tuple(map(plain_rect, place)) for place in found.places
-        )
-    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise CheckError(f"{name} returned no proposal of patched images, places and counts: {error}") from error
-    for counts in (passes, queries):
-        if counts.shape != (count,) or counts.dtype != torch.int64 or bool((counts < 0).any()):
-            raise CheckError(f"{name} must count passes and queries in {count} whole numbers of at least 0, int64")
-    return Patched(images, places, passes, queries)
-
-
 def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: PatchThreat, *, name: str) -> None:
     """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], equal to x outside one rectangle of 𝓡, or two. The first violation is named."""
     patched, image = found.images, Rect(0, 0, *threat.image_size)
-    if patched.shape != images.shape:
-        raise CheckError(f"{name} returned shape {tuple(patched.shape)} for images of shape {tuple(images.shape)}")
-    if patched.dtype != images.dtype or patched.device != images.device:
-        raise CheckError(
-            f"{name} returned {patched.dtype} on {patched.device} for images of {images.dtype} on {images.device}"
-        )
+    got, wanted = ((tuple(x.shape), x.dtype, x.device) for x in (patched, images))
+    if got != wanted:
+        raise CheckError(f"{name} returned {got} for images of shape, type and device {wanted}")
     if len(found.places) != len(images):
         raise CheckError(f"{name} names {len(found.places)} places for {len(images)} images; each has one")
-    if not bool(torch.isfinite(patched).all()):
-        raise CheckError(f"{name} returned pixels that are NaN or infinite")
     if not bool(((patched >= 0) & (patched <= 1)).all()):
         low, high = float(patched.min()), float(patched.max())
-        raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are in [0, 1]")
+        raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are finite and in [0, 1]")
     changed = (patched != images).any(dim=1)
     for number, (outside, place) in enumerate(zip(changed, found.places, strict=True)):
         where = f"{name}, image {number} of the batch"
@@ -212,7 +180,7 @@ def attack_in_turn(
         if not len(rows):
             break
         generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
-        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)
+        now = attack(images[rows], labels[rows], generators=generators)
         for row, place in zip(rows.tolist(), now.places, strict=True):
             places[row] = place
         found = Attacked(

@@ -98,8 +98,18 @@ class GradientAttack(Attack):
         for group in places.split(max(1, CANDIDATES // self.plan.restarts), dim=1):
             for attempts in torch.arange(self.plan.restarts, device=images.device).split(CANDIDATES):
                 rows = torch.nonzero(~best.broken)[:, 0]
-                if len(rows):
-                    self._climb(clean, self._start(images, rows, group[rows], attempts, generators), best)
+                if not len(rows):
+                    continue
+                # Each of these starts at every place of the group, image by image.
+                owner = rows.repeat_interleave(group.shape[1] * len(attempts))
+                place = group[rows].flatten(0, 1).repeat_interleave(len(attempts), dim=0)
+                attempt = attempts.repeat(len(rows) * group.shape[1])
+                start, within = images[owner], inside(place, self.threat.image_size)
+                for j in torch.nonzero(attempt)[:, 0].tolist():
+                    noise = torch.rand(images.shape[1:], generator=generators[int(owner[j])], dtype=images.dtype)
+                    start[j] = torch.where(within[j], noise.to(images.device), start[j])
+                candidates = _Candidates(owner, place, attempt, within, start, torch.zeros_like(start))
+                self._climb(clean, candidates, best)
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
     def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r *k 4"]:
@@ -132,26 +142,6 @@ class GradientAttack(Attack):
             assert left is not None
             pairs[row] = pairs[row][left[0].long().argsort(descending=True, stable=True)]
         return every[pairs[:, : self.plan.places]]
-
-    def _start(
-        self,
-        images: Tensor,
-        rows: Int64[Tensor, " s"],
-        places: Int64[Tensor, "s g *k 4"],
-        attempts: Int64[Tensor, " t"],
-        generators: Sequence[Any],
-    ) -> _Candidates:
-        """Each of these starts at every place of the group, image by image."""
-        group = places.shape[1]
-        owner = rows.repeat_interleave(group * len(attempts))
-        place = places.flatten(0, 1).repeat_interleave(len(attempts), dim=0)
-        attempt = attempts.repeat(len(rows) * group)
-        start = images[owner]
-        for j in torch.nonzero(attempt)[:, 0].tolist():
-            start[j] = torch.rand(start.shape[1:], generator=generators[int(owner[j])], dtype=start.dtype)
-        within = inside(place, self.threat.image_size)
-        started = torch.where(within, start, images[owner])
-        return _Candidates(owner, place, attempt, within, started, torch.zeros_like(started))
 
     def _climb(self, clean: CleanAnswers, candidates: _Candidates, best: _Best) -> None:
         """All steps for one group of places; what breaks is taken out at the next look."""

@@ -25,8 +25,7 @@ def report(runs: list[Path], settings: ReportSettings) -> int:
     several = Path("runs") / f"report-{len(folders)}-runs-{digest[:8]}"  # the same runs get the same folder again
     page = made.write(settings.output or (several if len(folders) > 1 else runs[0] / "report"))
     if settings.json:
-        notices = [{"run": notice.run, "text": notice.text} for notice in made.notices]
-        print_json({"report": str(page), "notices": notices})
+        print_json({"report": str(page), "notices": made.notices})
         return 0
     for names, texts in notice_groups(made.notices).items():
         for text in texts:

@@ -148,6 +148,7 @@ def iterate_batches(
     """
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1, not {batch_size}")
+    require_workers(workers)
     groups = (indices[start : start + batch_size] for start in range(0, len(indices), batch_size))
     return load_groups(source, preprocessing, groups, workers=workers, skip_bad=skip_bad, kept=kept)
 
@@ -166,7 +167,6 @@ def load_groups(
 
     `kept` holds what was decoded before, and gets what is decoded now.
     """
-    require_workers(workers)
 
     def load(index: int) -> Tensor:
         image = source.load(index)
@@ -198,21 +198,18 @@ def load_groups(
         labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
         return Batch(good, images, labels, list(bad.values()))
 
-    def batches() -> Iterator[Batch]:
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-        queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
-        try:
-            for group in groups:
-                unknown = group if kept is None else kept.unknown(group)
-                queue.append((group, {index: pool.submit(load, index) for index in unknown}))
-                if len(queue) > ahead:
-                    yield collect(*queue.popleft())
-            while queue:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
+    queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
+    try:
+        for group in groups:
+            unknown = group if kept is None else kept.unknown(group)
+            queue.append((group, {index: pool.submit(load, index) for index in unknown}))
+            if len(queue) > ahead:
                 yield collect(*queue.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    return batches()
+        while queue:
+            yield collect(*queue.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def require_workers(workers: int | None) -> None:

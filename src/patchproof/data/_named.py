@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -18,7 +19,6 @@ from patchproof.types import InputError, typed
 DEFAULT_DATA_DIR = Path("data")
 _VALIDATION = ("val", "validation", "valid")
 _USUAL_SPLITS = ("train", *_VALIDATION, "test")
-_TORCHVISION_FAILURES = (OSError, RuntimeError, EOFError, TarError)
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 
 
@@ -67,29 +67,23 @@ def open_dataset(
     if not folder.is_dir():
         known = {path.name.lower(): str(path) for path in folder.parent.glob("*/")} | {name: name for name in DATASETS}
         near = get_close_matches(folder.name.lower(), known, n=1)
-        hint = f"did you mean {known[near[0]]!r}? A" if near else "a"
-        raise InputError(
-            f"unknown dataset {str(dataset)!r}: no such folder, and not one of {', '.join(DATASETS)}; "
-            f"{hint} folder of class folders is also accepted"
-        )
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        named = ", ".join(DATASETS)
+        raise InputError(f"unknown dataset {str(dataset)!r}: no folder of class folders, and none of {named}{hint}")
     name = folder.resolve().name
     for candidate in _with_alias(split or "test"):
-        if has_class_folders(folder / candidate):
+        if class_folders(folder / candidate):
             return open_class_folders(folder / candidate, name=name, split=candidate)
-    existing = [s for s in _USUAL_SPLITS if has_class_folders(folder / s)]
+    existing = [s for s in _USUAL_SPLITS if class_folders(folder / s)]
     if existing:
         raise _no_split(repr(str(folder)), split or "test", existing)
     classes = class_folders(folder)
     if split is not None and classes:
         raise InputError(f"{str(folder)!r} has no split {split!r}: it holds class folders itself; leave the split out")
     for inside in classes:  # taken for a class, each data set in `folder` would become one label
-        if any(has_class_folders(folder / inside / split) for split in _USUAL_SPLITS):
+        if any(class_folders(folder / inside / split) for split in _USUAL_SPLITS):
             raise InputError(f"{str(folder)!r} holds data sets, not classes; choose one, e.g. {folder / inside}")
     return open_class_folders(folder, name=name, split="all")
-
-
-def has_class_folders(folder: Path) -> bool:
-    return folder.is_dir() and bool(class_folders(folder))
 
 
 def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool) -> ImageSource:
@@ -114,7 +108,7 @@ def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool)
     existing = [s for s in _USUAL_SPLITS if any((data_dir / t.format(split=s)).is_dir() for t in known.folders)]
     if existing:
         raise _no_split(f"{name} in {str(data_dir)!r}", split, existing)
-    if not download:
+    if not download or name == "imagenet":
         published = [known.file.format(split=split)] if known.published else []
         looked = ", ".join([*published, *(template.format(split=split) for template in known.folders)])
         fetch = "download it by hand from https://image-net.org" if name == "imagenet" else "pass download=True"
@@ -122,19 +116,12 @@ def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool)
             f"no {name} images in {str(data_dir)!r}: looked there for {looked}; name the folder that holds them as "
             f"data_dir, or {fetch}"
         )
-    if name == "imagenet":
-        raise InputError(
-            "imagenet must be downloaded by hand, after registration at https://image-net.org; "
-            f"unpack it to {str(data_dir / 'imagenet' / split)!r}/<wnid>/*.JPEG or name its folder as data_dir"
-        )
     if known.published:
         return _open_published(name, data_dir, split, download=True)
     from torchvision import datasets
 
-    try:
+    with _torchvision(name, data_dir, download=True):
         datasets.Imagenette(data_dir, split="val", size="full", download=True)
-    except _TORCHVISION_FAILURES as error:
-        raise _download_failed(name, data_dir, error) from error
     return _open_named(name, data_dir, split, download=False)
 
 
@@ -152,21 +139,14 @@ def _open_published(name: str, root: Path, split: str, *, download: bool) -> Arr
         return ArraySource(name, found, tuple(_FASHION.split(",")), tuple(labels.tolist()), pixels)
     from torchvision import datasets
 
-    try:
+    with _torchvision(name, root / known.file.format(split=found), download=download):
         if name == "svhn":
             svhn = datasets.SVHN(root, split=found, download=download)
             pixels = svhn.data.transpose(0, 2, 3, 1)
             return ArraySource(name, found, tuple("0123456789"), tuple(svhn.labels.tolist()), pixels)
         kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
         cifar = kind(root, train=found == "train", download=download)
-    except _TORCHVISION_FAILURES as error:
-        if download:
-            raise _download_failed(name, root, error) from error
-        raise InputError(
-            f"{name} in {str(root)!r}: {known.file.format(split=found)} is incomplete or damaged, its md5 sums are "
-            "wrong; pass download=True to fetch it again"
-        ) from error
-    return ArraySource(name, found, tuple(cifar.classes), tuple(cifar.targets), cifar.data)
+        return ArraySource(name, found, tuple(cifar.classes), tuple(cifar.targets), cifar.data)
 
 
 def _with_alias(split: str) -> tuple[str, ...]:
@@ -180,8 +160,14 @@ def _no_split(where: str, split: str, existing: Sequence[str]) -> InputError:
     return InputError(f"{where} has no split {split!r}; choose one of: {', '.join(existing)}")
 
 
-def _download_failed(name: str, root: Path, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())
-    return InputError(
-        f"could not download {name} into {str(root)!r}: {reason}; check the network, or put the files there by hand"
-    )
+@contextmanager
+def _torchvision(name: str, place: Path, *, download: bool) -> Iterator[None]:
+    """Inside, torchvision reads or fetches a set; whatever fails is an InputError with the way out."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, TarError) as error:
+        what, mend = "is incomplete or damaged, its md5 sums are wrong", "pass download=True to fetch it again"
+        if download:
+            what = f"could not be downloaded ({' '.join(str(error).split())})"
+            mend = "check the network, or put the files there by hand"
+        raise InputError(f"{name} in {str(place)!r} {what}; {mend}") from error

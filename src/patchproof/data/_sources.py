@@ -128,6 +128,8 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
 
 def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
+    if not root.is_dir():
+        return ()
     above = {real := Path(os.path.realpath(root)), *real.parents}
     folders = (Path(entry.path) for entry in _visible(root))
     return tuple(folder.name for folder in folders if folder.is_dir() and Path(os.path.realpath(folder)) not in above)

@@ -1,7 +1,7 @@
 """Look at single images: what the defence makes of their masked copies, and of a patch on them."""
 
-from patchproof.explore._explorer import UPLOAD_LIMIT, Explorer, Selection
-from patchproof.explore._open import open_explorer
-from patchproof.explore._page import require_gradio, serve
-
-__all__ = ["UPLOAD_LIMIT", "Explorer", "Selection", "open_explorer", "require_gradio", "serve"]
+from patchproof.explore._explorer import UPLOAD_LIMIT as UPLOAD_LIMIT
+from patchproof.explore._explorer import Explorer as Explorer
+from patchproof.explore._open import open_explorer as open_explorer
+from patchproof.explore._page import require_gradio as require_gradio
+from patchproof.explore._page import serve as serve

@@ -138,8 +138,8 @@ def box(rect: Rect, size: Size) -> str:
 
 def patched_view(shown: Selection, size: Size) -> str:
     """The image with its patches framed; a click anywhere says where the chosen one should go."""
-    places = " and ".join(f"a patch at row {one.top}, column {one.left}" for one in shown.patches)
-    frames = "".join(f'<span class="pp-frame" style="{box(one.rect, size)}"></span>' for one in shown.patches)
+    places = " and ".join(f"a patch at row {rect.top}, column {rect.left}" for _, rect in shown.patches)
+    frames = "".join(f'<span class="pp-frame" style="{box(rect, size)}"></span>' for _, rect in shown.patches)
     return f'<div class="pp-stage" data-pick="place">{picture(shown.patched, f"the image with {places}")}{frames}</div>'
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from patchproof.attacks import Attack, AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
+from patchproof.attacks import AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
 from patchproof.data import BadImageError, ImageSource, decode, preprocess
 from patchproof.defenses import PatchCleanser, device_of
 from patchproof.explore._findings import Cell, Finding, Rounds, record_words, study, watch
@@ -44,17 +44,11 @@ RECORD_KINDS: dict[str, Callable[[Record], bool]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A patch and where it is."""
+class Placed(NamedTuple):
+    """A patch (3 p q) in 8 bits, and where it is."""
 
-    patch: UInt8[Tensor, "3 p q"]
-    top: int
-    left: int
-
-    @property
-    def rect(self) -> Rect:
-        return Rect(self.top, self.left, int(self.patch.shape[1]), int(self.patch.shape[2]))
+    patch: Tensor
+    rect: Rect
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +72,17 @@ class Selection:
     @property
     def patched(self) -> UInt8[Tensor, "3 h w"]:
         patched = self.pixels.clone()
-        for one in self.patches:
-            patched[:, one.rect.top : one.rect.bottom, one.rect.left : one.rect.right] = one.patch
+        for patch, rect in self.patches:
+            patched[:, rect.top : rect.bottom, rect.left : rect.right] = patch
         return patched
 
     def moved(self, top: float, left: float, patch: UInt8[Tensor, "3 p q"] | None = None) -> Selection:
         """The chosen patch, or this one in its stead, at this place, or the nearest one inside the image."""
         patch = self.one.patch if patch is None else patch
-        last = (int(a - b) for a, b in zip(self.pixels.shape[1:], patch.shape[1:], strict=True))
-        top, left = (max(0, min(int(at), end)) for at, end in zip((top, left), last, strict=True))
-        patches = list(self.patches)
-        patches[self.chosen] = Placed(patch, top, left)
-        return replace(self, patches=tuple(patches))
+        (rows, columns), (height, width) = self.pixels.shape[1:], patch.shape[1:]
+        rect = Rect(max(0, min(int(top), rows - height)), max(0, min(int(left), columns - width)), height, width)
+        patches = *self.patches[: self.chosen], Placed(patch, rect), *self.patches[self.chosen + 1 :]
+        return replace(self, patches=patches)
 
 
 @dataclass
@@ -172,11 +165,9 @@ class Explorer:
 
     def picture(self, file: Path) -> Image.Image:
         """A file of anybody's in RGB; too large, broken, or no image: an InputError that says so."""
-        size, limit = file.stat().st_size, UPLOAD_LIMIT
-        if size > limit:
-            raise InputError(
-                f"{file.name} has {size / 1024**2:.1f} MB, at most {limit // 1024**2} MB are taken; shrink it"
-            )
+        megabytes, most = file.stat().st_size / 1024**2, UPLOAD_LIMIT // 1024**2
+        if megabytes > most:
+            raise InputError(f"{file.name} has {megabytes:.1f} MB, at most {most} MB are taken; shrink it")
         try:
             return decode(file)
         except BadImageError as error:
@@ -198,10 +189,10 @@ class Explorer:
         cell = (0, 0) if finding.copies is None else finding.copies.weakest
         if before is not None:
             return replace(before, pixels=pixels, finding=finding, words=words, index=index, cell=cell)
-        size, count = self.defense.threat.patch_sizes[0], self.defense.threat.patches
-        top, left = ((side - own) // 2 for side, own in zip(self.size, size, strict=True))
-        patches = Placed(noise(size, 0), top, left), Placed(noise(size, 1), 0, 0)  # the second in the corner
-        return Selection(pixels, finding, words, index, cell, patches[:count])
+        size = height, width = self.defense.threat.patch_sizes[0]
+        middle = Rect((self.size[0] - height) // 2, (self.size[1] - width) // 2, height, width)
+        patches = Placed(noise(size, 0), middle), Placed(noise(size, 1), Rect(0, 0, height, width))
+        return Selection(pixels, finding, words, index, cell, patches[: self.defense.threat.patches])
 
     def with_patch(
         self, shown: Selection, kind: str, *, size: int = 0, seed: int = 0, steps: int = 40, file: Path | None = None
@@ -210,16 +201,16 @@ class Explorer:
         sides = self.defense.threat.patch_sizes[size]
         if kind == PICTURE and file is None:
             raise InputError("drop in a picture for the patch first")
-        patch = paste(self.picture(file), sides) if file and kind == PICTURE else noise(sides, seed)
-        placed = shown.moved(shown.one.top, shown.one.left, patch)
+        patch = noise(sides, seed)
+        if file is not None and kind == PICTURE:
+            shrunk = self.picture(file).resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
+            patch = torch.from_numpy(np.asarray(shrunk).copy()).permute(2, 0, 1)
+        placed = shown.moved(shown.one.rect.top, shown.one.rect.left, patch)
         if kind not in (UNDEFENDED, DEFENDED):
             return placed
-        patched = self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed)
-        patches = [
-            replace(one, patch=patched[:, one.rect.top : one.rect.bottom, one.rect.left : one.rect.right])
-            for one in placed.patches
-        ]
-        return replace(placed, patches=tuple(patches))
+        image = self.optimised(placed, defended=kind == DEFENDED, steps=steps, seed=seed)
+        rects = [rect for _, rect in placed.patches]
+        return replace(placed, patches=tuple(Placed(image[:, r.top : r.bottom, r.left : r.right], r) for r in rects))
 
     def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 h w"]:
         """The image with a patch at this place, or both of two at theirs, that leads the classifier, or the defence,
@@ -239,7 +230,7 @@ class Explorer:
         def attacked(steps: int) -> Tensor:
             plan = AttackPlan(steps=steps, restarts=2)
             attack = GradientAttack(evaluator, target, threat, objective, plan=plan, place=place)
-            return Attack.__call__(attack, images, labels, generators=[image_generator(seed, 0)]).images[0]
+            return attack(images, labels, generators=[image_generator(seed, 0)]).images[0]
 
         began = time.monotonic()
         attacked(1)
@@ -250,12 +241,6 @@ class Explorer:
 def noise(size: Size, seed: int) -> UInt8[Tensor, "3 p q"]:
     """Every value of every pixel drawn evenly."""
     return torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-
-
-def paste(picture: Image.Image, size: Size) -> UInt8[Tensor, "3 p q"]:
-    """The picture, shrunk or stretched to the patch."""
-    shrunk = picture.resize((size[1], size[0]), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.asarray(shrunk).copy()).permute(2, 0, 1)
 
 
 def to_bytes(image: Float[Tensor, "c h w"]) -> UInt8[Tensor, "c h w"]:

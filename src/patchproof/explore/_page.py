@@ -207,8 +207,8 @@ class ExplorerPage:
         return {
             self.shown: shown,
             self.stage: draw.patched_view(shown, explorer.size),
-            self.top: shown.one.top,
-            self.left: shown.one.left,
+            self.top: shown.one.rect.top,
+            self.left: shown.one.rect.left,
             self.answer: draw.message(explain(rounds, explorer.name)) + draw.message(promise),
             self.rounds: draw.rounds_view(explorer, patched, rounds),
         }
@@ -273,7 +273,7 @@ class ExplorerPage:
 
     def patch_chosen(self, event: Any, shown: Selection | None, which: int) -> Changes:
         shown = replace(required(shown), chosen=int(which))
-        return {self.shown: shown, self.top: shown.one.top, self.left: shown.one.left}
+        return {self.shown: shown, self.top: shown.one.rect.top, self.left: shown.one.rect.left}
 
     def kind_chosen(self, event: Any, kind: str) -> Changes:
         optimised = kind not in (NOISE, PICTURE)

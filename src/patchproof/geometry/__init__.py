@@ -1,75 +1,31 @@
 """Where a patch can be and which masks hide it: 𝓡, 𝓜, and the only coordinate arithmetic of the package."""
 
-from __future__ import annotations
-
-from patchproof.geometry._fields import Fields, Windows, receptive_windows
-from patchproof.geometry._masks import (
-    MaskSet,
-    PatchThreat,
-    Rect,
-    Rects,
-    Uncovered,
-    Unions,
-    covering_masks,
-    inside,
-    parse_patches,
-    parse_size,
-    rects_of,
-    size_words,
-    square_side,
-    whole_size,
-)
-from patchproof.geometry._native import (
-    Placement,
-    native_footprint,
-    native_threat,
-    nearest_sources,
-    placement,
-    resize_weights,
-)
-from patchproof.geometry._places import (
-    all_places,
-    as_places,
-    as_rects,
-    best_pairs,
-    best_places,
-    every_pair,
-    grid_places,
-    hidden_by,
-    mass_inside,
-)
-
-__all__ = [
-    "Fields",
-    "MaskSet",
-    "PatchThreat",
-    "Placement",
-    "Rect",
-    "Rects",
-    "Uncovered",
-    "Unions",
-    "Windows",
-    "all_places",
-    "as_places",
-    "as_rects",
-    "best_pairs",
-    "best_places",
-    "covering_masks",
-    "every_pair",
-    "grid_places",
-    "hidden_by",
-    "inside",
-    "mass_inside",
-    "native_footprint",
-    "native_threat",
-    "nearest_sources",
-    "parse_patches",
-    "parse_size",
-    "placement",
-    "receptive_windows",
-    "rects_of",
-    "resize_weights",
-    "size_words",
-    "square_side",
-    "whole_size",
-]
+from patchproof.geometry._fields import Fields as Fields
+from patchproof.geometry._fields import Windows as Windows
+from patchproof.geometry._fields import receptive_windows as receptive_windows
+from patchproof.geometry._masks import MaskSet as MaskSet
+from patchproof.geometry._masks import PatchThreat as PatchThreat
+from patchproof.geometry._masks import Rect as Rect
+from patchproof.geometry._masks import Rects as Rects
+from patchproof.geometry._masks import covering_masks as covering_masks
+from patchproof.geometry._masks import inside as inside
+from patchproof.geometry._masks import parse_patches as parse_patches
+from patchproof.geometry._masks import parse_size as parse_size
+from patchproof.geometry._masks import rects_of as rects_of
+from patchproof.geometry._masks import size_words as size_words
+from patchproof.geometry._masks import square_side as square_side
+from patchproof.geometry._masks import whole_size as whole_size
+from patchproof.geometry._native import native_footprint as native_footprint
+from patchproof.geometry._native import native_threat as native_threat
+from patchproof.geometry._native import nearest_sources as nearest_sources
+from patchproof.geometry._native import placement as placement
+from patchproof.geometry._native import resize_weights as resize_weights
+from patchproof.geometry._places import all_places as all_places
+from patchproof.geometry._places import as_places as as_places
+from patchproof.geometry._places import as_rects as as_rects
+from patchproof.geometry._places import best_pairs as best_pairs
+from patchproof.geometry._places import best_places as best_places
+from patchproof.geometry._places import every_pair as every_pair
+from patchproof.geometry._places import grid_places as grid_places
+from patchproof.geometry._places import hidden_by as hidden_by
+from patchproof.geometry._places import mass_inside as mass_inside

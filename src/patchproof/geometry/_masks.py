@@ -138,8 +138,6 @@ class PatchThreat:
         sizes = dict.fromkeys(whole_size(size, "a patch size") for size in sizes)
         object.__setattr__(self, "patch_sizes", tuple(sizes))
         height, width = self.image_size
-        if height < 1 or width < 1:
-            raise InputError(f"the image must have at least one pixel, not {height}×{width}")
         if not self.patch_sizes:
             raise InputError("the threat names no patch size; give at least one, e.g. patch_sizes=((39, 39),)")
         for h, w in self.patch_sizes:

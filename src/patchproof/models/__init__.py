@@ -1,76 +1,36 @@
 """Classifiers: [0, 1] images in, logits out; where their weights come from, and how they are kept."""
 
-from patchproof.models._bounds import margin_bounds, passable_layers
-from patchproof.models._build import list_models, wordnet_words
-from patchproof.models._classifier import (
-    Core,
-    ImageClassifier,
-    adopt,
-    classifier_summary,
-    mask_colour,
-    match_labels,
-    only_prepares,
-    rewrap,
-    weights_sha256,
-)
-from patchproof.models._files import (
-    SEAL,
-    checkpoint_architecture,
-    checkpoint_sha256,
-    failure,
-    file_sha256,
-    is_whole,
-    save_checkpoint,
-    sealed,
-    settled,
-    write_state,
-)
-from patchproof.models._load import (
-    EMBEDDED,
-    EMBEDDED_SOURCE,
-    architecture_of,
-    embedded_checkpoint,
-    known_weights,
-    load_checkpoint,
-    load_classifier,
-    replace_head,
-)
-from patchproof.models._networks import NETWORKS
-from patchproof.models._twin import fingerprint, rounded
-
-__all__ = [
-    "EMBEDDED",
-    "EMBEDDED_SOURCE",
-    "NETWORKS",
-    "SEAL",
-    "Core",
-    "ImageClassifier",
-    "adopt",
-    "architecture_of",
-    "checkpoint_architecture",
-    "checkpoint_sha256",
-    "classifier_summary",
-    "embedded_checkpoint",
-    "failure",
-    "file_sha256",
-    "fingerprint",
-    "is_whole",
-    "known_weights",
-    "list_models",
-    "load_checkpoint",
-    "load_classifier",
-    "margin_bounds",
-    "mask_colour",
-    "match_labels",
-    "only_prepares",
-    "passable_layers",
-    "replace_head",
-    "rewrap",
-    "rounded",
-    "save_checkpoint",
-    "sealed",
-    "settled",
-    "weights_sha256",
-    "wordnet_words",
-    "write_state",
-]
+from patchproof.models._bounds import margin_bounds as margin_bounds
+from patchproof.models._bounds import passable_layers as passable_layers
+from patchproof.models._build import list_models as list_models
+from patchproof.models._build import wordnet_words as wordnet_words
+from patchproof.models._classifier import Core as Core
+from patchproof.models._classifier import ImageClassifier as ImageClassifier
+from patchproof.models._classifier import adopt as adopt
+from patchproof.models._classifier import classifier_summary as classifier_summary
+from patchproof.models._classifier import mask_colour as mask_colour
+from patchproof.models._classifier import match_labels as match_labels
+from patchproof.models._classifier import only_prepares as only_prepares
+from patchproof.models._classifier import rewrap as rewrap
+from patchproof.models._classifier import weights_sha256 as weights_sha256
+from patchproof.models._files import SEAL as SEAL
+from patchproof.models._files import checkpoint_architecture as checkpoint_architecture
+from patchproof.models._files import checkpoint_sha256 as checkpoint_sha256
+from patchproof.models._files import failure as failure
+from patchproof.models._files import file_sha256 as file_sha256
+from patchproof.models._files import is_whole as is_whole
+from patchproof.models._files import save_checkpoint as save_checkpoint
+from patchproof.models._files import sealed as sealed
+from patchproof.models._files import settled as settled
+from patchproof.models._files import write_state as write_state
+from patchproof.models._load import EMBEDDED as EMBEDDED
+from patchproof.models._load import EMBEDDED_SOURCE as EMBEDDED_SOURCE
+from patchproof.models._load import architecture_of as architecture_of
+from patchproof.models._load import embedded_checkpoint as embedded_checkpoint
+from patchproof.models._load import known_weights as known_weights
+from patchproof.models._load import load_checkpoint as load_checkpoint
+from patchproof.models._load import load_classifier as load_classifier
+from patchproof.models._load import replace_head as replace_head
+from patchproof.models._networks import NETWORKS as NETWORKS
+from patchproof.models._twin import fingerprint as fingerprint
+from patchproof.models._twin import rounded as rounded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +14,15 @@ from torch.nn import functional
 from patchproof.models._classifier import ImageClassifier
 from patchproof.types import InputError
 
-PASSABLE = "Conv2d, Linear, ReLU, AvgPool2d, Flatten, BatchNorm in eval mode, Identity and Sequential"
+PASSABLE: dict[type[nn.Module], Callable[[Any], bool]] = {
+    nn.Conv2d: lambda layer: layer.padding_mode == "zeros",
+    nn.BatchNorm1d: lambda layer: not layer.training and layer.running_mean is not None,
+    nn.BatchNorm2d: lambda layer: not layer.training and layer.running_mean is not None,
+    nn.Flatten: lambda layer: (layer.start_dim, layer.end_dim) == (1, -1),
+    nn.AvgPool2d: lambda layer: layer.divisor_override is None,
+    **dict.fromkeys((nn.Linear, nn.ReLU, nn.Identity), lambda layer: True),
+}
+"""Layers of exactly these types, for a subclass may compute something else, and what must hold of them."""
 
 
 class Interval(NamedTuple):
@@ -76,12 +84,13 @@ def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
         for part in network:
             yield from passable_layers(part)
-    elif not _is_passable(network):
+    elif not PASSABLE.get(type(network), lambda layer: False)(network):
         mode = " in training mode" if isinstance(network, nn.modules.batchnorm._BatchNorm) and network.training else ""
-        details = f" ({network})" if isinstance(network, nn.Conv2d | nn.Flatten | nn.AvgPool2d) else ""
+        details = f" ({network})" if type(network) in PASSABLE else ""
+        known = ", ".join(kind.__name__ for kind in PASSABLE)
         raise InputError(
-            f"interval bounds cannot pass the layer {type(network).__name__}{mode}{details}, only {PASSABLE}, "
-            "as in the model `cnn_ibp`"
+            f"interval bounds cannot pass the layer {type(network).__name__}{mode}{details}, only {known} and "
+            "Sequential, as in the model `cnn_ibp`"
         )
     elif not isinstance(network, nn.Identity):
         yield network
@@ -93,19 +102,6 @@ class Normalisation(nn.Module):
     def __init__(self, classifier: ImageClassifier) -> None:
         super().__init__()
         self.mean, self.std = classifier.mean, classifier.std
-
-
-def _is_passable(layer: nn.Module) -> bool:
-    """Exact types: a subclass may compute something else."""
-    if type(layer) is nn.Conv2d:
-        return layer.padding_mode == "zeros"
-    if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d):
-        return not layer.training and layer.running_mean is not None
-    if type(layer) is nn.Flatten:
-        return layer.start_dim == 1 and layer.end_dim == -1
-    if type(layer) is nn.AvgPool2d:
-        return layer.divisor_override is None
-    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity)
 
 
 def _passed(layer: nn.Module, x: Interval, *, rounding: bool) -> Interval:

@@ -167,12 +167,30 @@ def require_runs(classifier: ImageClassifier) -> int:
 
 
 def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | None = None) -> ImageClassifier:
-    """What the factory returns, wrapped if it is not an ImageClassifier yet; its classes are counted.
+    """What the factory `package.module:factory` or `path/to/file.py:factory` returns, wrapped if it is not an
+    ImageClassifier yet; its classes are counted.
 
     A plain module is given the [0, 1] images as they are (`adopt`); a factory that wants a normalisation returns an
     ImageClassifier, or a timm network, whose settings are then used.
     """
-    factory = import_factory(spec)
+    location, _, name = spec.rpartition(":")
+    path, expected = Path(location).expanduser(), "expected package.module:factory or path/to/file.py:factory"
+    if location.endswith(".py") and not path.is_file():
+        raise InputError(f"no file {path}; {expected}")
+    try:
+        if location.endswith(".py"):
+            found = importlib.util.spec_from_file_location(f"patchproof_own_{path.stem}", path.resolve())
+            code = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
+            sys.modules[code.__name__] = code  # dataclasses look themselves up there
+            found.loader.exec_module(code)  # type: ignore[union-attr]
+        else:
+            code = importlib.import_module(location)
+    except Exception as error:  # the module is the user's code
+        raise InputError(f"{location!r} failed when imported: {failure(error)}; {expected}") from error
+    factory: Any = getattr(code, name, None)
+    if not callable(factory):
+        functions = [key for key, value in vars(code).items() if callable(value) and not key.startswith("_")]
+        raise InputError(f"{location} has no function {name!r}; it has {', '.join(functions[:5]) or 'none'}")
     try:
         parameters = inspect.signature(factory).parameters.values()
         takes_classes = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -188,50 +206,20 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
         classifier = adopt(module, input_size=input_size or (224, 224), num_classes=1)
     size = input_size or classifier.input_size
     classifier = rewrap(classifier, architecture=spec, source=f"as made by {spec}", input_size=size)
-    found = require_runs(classifier)
-    if num_classes not in (None, found):
+    classes = require_runs(classifier)
+    if num_classes not in (None, classes):
         raise InputError(
-            f"{spec} gives {found} logits, but {num_classes} classes are expected; "
+            f"{spec} gives {classes} logits, but {num_classes} classes are expected; "
             "let the factory take num_classes, or give the data set it was made for"
         )
-    names = classifier.class_names if found == classifier.num_classes else None
-    return rewrap(classifier, num_classes=found, class_names=names)
-
-
-def import_factory(spec: str) -> Any:
-    """The function that `package.module:factory` or `path/to/file.py:factory` names."""
-    location, _, name = spec.rpartition(":")
-    path = Path(location).expanduser()
-    if location.endswith(".py") and not path.is_file():
-        raise InputError(f"no file {path}; expected path/to/file.py:factory")
-    try:
-        if location.endswith(".py"):
-            found = importlib.util.spec_from_file_location(f"patchproof_own_{path.stem}", path.resolve())
-            module = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
-            sys.modules[module.__name__] = module  # dataclasses look themselves up there
-            found.loader.exec_module(module)  # type: ignore[union-attr]
-        else:
-            module = importlib.import_module(location)
-    except Exception as error:  # the module is the user's code
-        raise InputError(
-            f"{location!r} failed when imported: {failure(error)}; "
-            "expected package.module:factory or path/to/file.py:factory"
-        ) from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{location} has no function {name!r}; it has {', '.join(functions[:5]) or 'none'}")
-    return factory
+    names = classifier.class_names if classes == classifier.num_classes else None
+    return rewrap(classifier, num_classes=classes, class_names=names)
 
 
 def wordnet_words(name: str) -> str | None:
     """What a WordNet id of ImageNet stands for, `tench` for n01440764; None for any other name."""
-    if not WORDNET_ID.fullmatch(name):
-        return None
-    try:
-        return str(imagenet_info().label_name_to_description(name)).split(",")[0]
-    except KeyError:
-        return None
+    info = imagenet_info() if WORDNET_ID.fullmatch(name) else None
+    return str(info.label_name_to_description(name)).split(",")[0] if info and name in info.label_names() else None
 
 
 @cache

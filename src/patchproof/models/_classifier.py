@@ -19,11 +19,6 @@ from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, toke
 from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
 
-Masked = Callable[[Tensor, Tensor], Tensor]
-"""Images (b c h w) and keep (Bool b 1 h w, True = visible) -> logits."""
-Local = Callable[[Tensor], Tensor]
-"""Images (b c h w) -> logits of every cell (b classes rows columns)."""
-
 
 class Wrapped:
     """What a network can do beside its logits, asked with images in [0, 1]; attributes are absent where it cannot."""
@@ -38,15 +33,15 @@ class Wrapped:
         """The input of `module`."""
 
     @property
-    def masked(self) -> Masked:
-        """(images, keep) -> logits by the module's own way to hide pixels."""
+    def masked(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Images (b c h w), keep (Bool b 1 h w, True = visible) -> logits by the module's own way to hide pixels."""
         if self.drop_tokens:
             return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
         hide: Any = self.module.masked  # AttributeError where there is none
         return lambda images, keep: hide(self.prepared(images), keep)
 
     @property
-    def local_logits(self) -> Local:
+    def local_logits(self) -> Callable[[Tensor], Tensor]:
         """Images -> logits of every cell (b classes rows columns)."""
         local: Any = self.module.local_logits
         return lambda images: local(self.prepared(images))

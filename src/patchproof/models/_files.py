@@ -50,13 +50,7 @@ def read_state(path: Path) -> State:
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
     try:
-        with path.open("rb") as file:
-            start = file.read(1)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    if path.suffix.lower() != ".safetensors" and start not in (b"P", b"\x80"):  # of a zip archive, of a pickle
-        raise InputError(f"{path} holds no weights: it does not begin as files of torch.save do; give another file")
-    try:
+        path.open("rb").close()  # where that fails, the readers below would call it damage
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
         if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
@@ -64,11 +58,13 @@ def read_state(path: Path) -> State:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} was refused: it is damaged or holds more than tensors, and a pickle can run code when loaded; "
-            "save only the state dict (torch.save(model.state_dict(), …)) or a .safetensors file"
+            f"{path} was refused: it is damaged or holds other things than tensors, and a pickle can run code when "
+            "loaded; save only the state dict (torch.save(model.state_dict(), …)) or a .safetensors file"
         ) from error
     except InputError:
         raise
+    except PermissionError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # the readers raise whatever they trip over in a damaged file
         raise InputError(f"{path} is damaged or cut short ({first_line(error)}); copy or save it again") from error
     for key in WRAPPERS:

@@ -150,11 +150,6 @@ class BagNet(Residual):
         return self.head(self.features(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def small_blocks(field: int) -> list[Block]:
-    """For images of 32 pixels: one cell per pixel, which sees field×field pixels (odd, at least 3)."""
-    return [(96, 3, 1)] * ((field - 3) // 2) + [(256, 1, 1)] * 4
-
-
 def large_blocks(field: int) -> list[Block]:
     """For images of 224 pixels: one cell for 8×8 pixels, which sees 17×17 or 33×33, as in the paper."""
     return [
@@ -216,7 +211,10 @@ NETWORKS: Mapping[str, Network] = {
     "resnet18_ablated": Network(AblatedResNet, mean=(0.0,) * 3, std=(1.0,) * 3),
     "vit_patch4_32": Network(small_vit, sized=True),
     "cnn_ibp": Network(IntervalNetwork, sized=True),
-    **{f"bagnet{field}": Network(partial(BagNet, blocks=small_blocks(field))) for field in (5, 7, 9, 11, 13, 17)},
+    **{  # one cell per pixel, which sees field×field pixels
+        f"bagnet{field}": Network(partial(BagNet, blocks=[(96, 3, 1)] * ((field - 3) // 2) + [(256, 1, 1)] * 4))
+        for field in (5, 7, 9, 11, 13, 17)
+    },
     **{
         f"bagnet{field}_224": Network(
             partial(BagNet, blocks=large_blocks(field)), (224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

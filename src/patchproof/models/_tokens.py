@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,8 +63,12 @@ def masked_tokens(
     lengths, sizes = torch.stack(counts.unique(return_counts=True)).tolist()
     # A head that pools counts every token that it is given, so its groups are not joined.
     least = SMALLEST_GROUP if vit.global_pool == "token" and vit.attn_pool is None else 1
-    rows_of, logits = [], []
-    for shortest, longest in _groups(lengths, sizes, least):
+    rows_of, logits, shortest, held = [], [], lengths[0], 0
+    for longest, size in zip(lengths, sizes, strict=True):
+        shortest, held = shortest if held else longest, held + size
+        if held < least and longest != lengths[-1]:
+            continue
+        held = 0
         rows = torch.nonzero((counts >= shortest) & (counts <= longest))[:, 0]
         shown = tokens[rows[:, None], order[rows, :longest]]
         places = torch.arange(longest, device=images.device)
@@ -72,13 +76,3 @@ def masked_tokens(
         logits.append(token_pass(vit, shown, seen) if passed is None else passed(shown, seen))
         rows_of.append(rows)
     return torch.cat(logits)[torch.cat(rows_of).argsort()]
-
-
-def _groups(lengths: Sequence[int], sizes: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
-    """The shortest and longest of each group of lengths: each has at least so many images, but for the last."""
-    shortest, held = lengths[0], 0
-    for length, size in zip(lengths, sizes, strict=True):
-        shortest, held = shortest if held else length, held + size
-        if held >= least or length == lengths[-1]:
-            yield shortest, length
-            held = 0

@@ -1,26 +1,17 @@
 """Run folders as pages, figures and tables that explain themselves."""
 
-from patchproof.report._build import Options, Report, build_report, notice_groups
-from patchproof.report._figures import Picture, draw, error_line, percent_axis, series_style
-from patchproof.report._gallery import worst_masks
-from patchproof.report._tables import Cell, Column, Table, csv_text, markdown
-from patchproof.runs._reading import class_words
-
-__all__ = [
-    "Cell",
-    "Column",
-    "Options",
-    "Picture",
-    "Report",
-    "Table",
-    "build_report",
-    "class_words",
-    "csv_text",
-    "draw",
-    "error_line",
-    "markdown",
-    "notice_groups",
-    "percent_axis",
-    "series_style",
-    "worst_masks",
-]
+from patchproof.report._build import Options as Options
+from patchproof.report._build import Report as Report
+from patchproof.report._build import build_report as build_report
+from patchproof.report._build import notice_groups as notice_groups
+from patchproof.report._figures import Picture as Picture
+from patchproof.report._figures import drawing as drawing
+from patchproof.report._figures import error_line as error_line
+from patchproof.report._figures import percent_axis as percent_axis
+from patchproof.report._figures import series_style as series_style
+from patchproof.report._tables import Cell as Cell
+from patchproof.report._tables import Column as Column
+from patchproof.report._tables import Table as Table
+from patchproof.report._tables import csv_text as csv_text
+from patchproof.report._tables import markdown as markdown
+from patchproof.report._training import worst_masks as worst_masks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -10,13 +10,16 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from patchproof.report._compare import mixed_notices, shortly_named, trace
+from patchproof.report._certification import meanings, one_certification
+from patchproof.report._compare import mixed_notices, side_by_side
 from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, conclude_training
 from patchproof.report._counts import compare, rivals, why_not_paired
 from patchproof.report._figures import Picture
-from patchproof.report._sections import Section, meanings, one_certification, side_by_side, trainings
-from patchproof.report._tables import RENDERERS, Table, interval_words, percent
-from patchproof.runs import Rate, StoredCertification, dump_json, read_runs, write_atomically
+from patchproof.report._gallery import SMALL
+from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
+from patchproof.report._trace import shortly_named, trace
+from patchproof.report._training import trainings
+from patchproof.runs import Rate, dump_json, read_runs, write_atomically
 from patchproof.runs._reading import count_words, printable, shortened
 from patchproof.types import InputError
 from patchproof.version import __version__
@@ -46,20 +49,15 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Something a reader must know before the numbers; `run` is "" when it is about all of them."""
-
-    run: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Report:
-    """A page, and the tables and figures in it as files of their own."""
+    """A page, and the tables and figures in it as files of their own.
+
+    `notices` are what a reader must know before the numbers: `run` ("" where it is about all of them) and `text`.
+    """
 
     title: str
     subtitle: str
-    notices: Sequence[Notice]
+    notices: Sequence[Mapping[str, str]]
     tiles: Sequence[tuple[str, str, Rate]]
     """Accuracies in large type: name, meaning, rate."""
     sections: Sequence[Section]
@@ -76,7 +74,8 @@ class Report:
         environment.filters["svg"] = lambda picture: Markup(picture.inline)
         environment.filters |= {"percent": percent, "interval": interval_words}
         template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
-        return template.render(page=self, groups=notice_groups(self.notices), generator=GENERATOR, version=__version__)
+        groups = notice_groups(self.notices)
+        return template.render(page=self, groups=groups, small=SMALL, generator=GENERATOR, version=__version__)
 
     def write(self, folder: Path) -> Path:
         """Put everything into `folder`, in place of the report that may be there; returns the page's path."""
@@ -100,7 +99,7 @@ class Report:
         facts = {
             "title": self.title,
             "subtitle": self.subtitle,
-            "notices": [vars(notice) for notice in self.notices],
+            "notices": self.notices,
             "accuracies": {name: rate.as_dict() for name, _, rate in self.tiles},
             "verdict": list(self.conclusion.verdict),
             "next_steps": list(self.conclusion.steps),
@@ -111,11 +110,11 @@ class Report:
         return page
 
 
-def notice_groups(notices: Sequence[Notice]) -> dict[str, list[str]]:
+def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Names of runs -> their notices; a notice that several runs share appears once."""
     runs: dict[str, list[str]] = {}
     for notice in notices:
-        runs.setdefault(notice.text, []).append(notice.run)
+        runs.setdefault(notice["text"], []).append(notice["run"])
     groups: dict[str, list[str]] = {}
     for text, names in runs.items():
         more = f" and {len(names) - MOST_NAMES + 1} more" if len(names) > MOST_NAMES else ""
@@ -135,13 +134,20 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         raise InputError(
             f"baseline needs several certifications to compare, and there is {'one' if traced else 'none'}"
         )
-    notices = [Notice("", text) for text in mixed_notices(traced)]
-    notices += [Notice(run.name, text) for run in certified for text in attack_notices(run)]
-    for runs in (certified, trained):
-        notices += [Notice(run.name, text) for run in runs for text in run.notices]
-    for one in traced:  # a strategy that is not known matters only where rows are named by it
-        if one.doubt and any(other.strategy for other in traced):
-            notices.append(Notice(one.run.name, one.doubt))
+    said = [("", text) for text in mixed_notices(traced)]
+    for run in certified:
+        broken = [str(record.index) for record in run.attacks if record.broken]
+        if broken:
+            words = count_words(len(broken), "certified image was", "certified images were")
+            which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
+            said.append((run.name, f"{words} broken by a patch, which a certificate rules out: {which}"))
+        if run.attacks and len(run.attacks) < len(run.good):
+            words = count_words(len(run.good) - len(run.attacks), "record says", "records say")
+            said.append((run.name, f"{words} nothing about attacks; the accuracies under attack leave them out"))
+    said += [(run.name, text) for run in certified for text in run.notices]
+    said += [(training.name, text) for training in trained for text in training.notices]
+    if any(one.strategy for one in traced):  # a strategy that is not known matters only where rows are named by it
+        said += [(one.run.name, one.doubt) for one in traced if one.doubt]
     if several:
         base = next((one for one in traced if not one.run.attacks), traced[0])
         if chosen.baseline is not None:
@@ -169,26 +175,13 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
     else:
         sections, conclusion = [], conclude_training(trained)
         title = f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs"
-    lists = {"Verdict": conclusion.verdict, "Next steps": conclusion.steps}
-    lists["What the guarantee excludes"] = conclusion.excludes
-    points = [(head, points) for head, points in lists.items() if points]
-    sections += [*trainings(trained), Section("conclusion", "Conclusion", lists=points)]
-    tables = [table.whole or table for section in sections for table in section.tables if table.rows]
-    shown = [section for section in sections if section.shown]
-    return Report(printable(chosen.title or title), subtitle, notices, tiles, shown, tables, conclusion)
-
-
-def attack_notices(run: StoredCertification) -> list[str]:
-    """Broken certificates, and records without attack findings."""
-    notices = []
-    broken = [str(record.index) for record in run.attacks if record.broken]
-    if broken:
-        words = count_words(len(broken), "certified image was", "certified images were")
-        which = shortened(", ".join(broken), 60)
-        rule = "which a certificate rules out"
-        notices.append(f"{words} broken by a patch, {rule}: image {which}; see broken/ in the run's folder")
-    silent = len(run.good) - len(run.attacks)
-    if run.attacks and silent:
-        words = count_words(silent, "record says", "records say")
-        notices.append(f"{words} nothing about attacks; the accuracies under attack leave them out")
-    return notices
+    sections += trainings(trained)
+    return Report(
+        printable(chosen.title or title),
+        subtitle,
+        [{"run": name, "text": text} for name, text in said],
+        tiles,
+        [section for section in sections if section.shown],
+        [table.whole or table for section in sections for table in section.tables if table.rows],
+        conclusion,
+    )

@@ -1,37 +1,20 @@
-"""Several certifications side by side: how their weights were trained, and the paper's numbers beside ours."""
+"""Several certifications beside each other: the paper's layout, the differences from a baseline, and what changes
+certified accuracy."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from pathlib import Path
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from patchproof.defenses import DEFENSES
-from patchproof.geometry import parse_patches
-from patchproof.models import checkpoint_sha256
-from patchproof.recipes import ARCHITECTURES, Expectation, recipes
-from patchproof.report._tables import Cell, Column, Table, percent
-from patchproof.runs import ACCURACIES, Rate, StoredCertification, StoredTraining, read_run
-from patchproof.runs._reading import find_weights, printable, shortened
+from patchproof.report._certification import attacked
+from patchproof.report._counts import FEW_PER_CLASS, MOST_CLASSES, Comparison, Paired, holm
+from patchproof.report._figures import INK, Picture, dots, drawing, error_line, numbers, percent_axis
+from patchproof.report._tables import SHOWN_CLASSES, SHOWN_FAILURES, Cell, Column, Section, Table, percent
+from patchproof.report._trace import TracedRun, rate_note, split_words
+from patchproof.runs import ACCURACIES
+from patchproof.runs._reading import printable, shortened, shortened_name
 from patchproof.training import STRATEGIES
-from patchproof.types import PatchproofError, Size
-
-GUARANTEES = {
-    "recovery": "the right label under any such patch",
-    "detection": "the right label or an alarm under any such patch",
-}
-LONG_NAME = 30
-"""Letters of a run's name that fit into headings, labels and sentences."""
-
-PAPER_INPUT: Size = (224, 224)
-FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "resnet": ("ResNet", ("resnet", "resnext", "wide_resnet")),
-    "vit": ("ViT", ("vit", "deit")),
-    "convnext": ("ConvNeXt", ("convnext",)),
-}
-"""The paper's families: their names, and how timm's names of their members begin."""
 
 NO_NAME = "† The training strategy is not known: the name is that of the folder of the first run with these weights."
 CONTEXT = (
@@ -41,141 +24,32 @@ CONTEXT = (
 MADE = ("date", "commit", "sha256 of the weights")
 """In the files of the runs' table, not on the page."""
 
-
-def rate_note(runs: Iterable[StoredCertification]) -> str:
-    """What the rates of these runs are, and what `certified` means."""
-    found = sorted({run.guarantee for run in runs})
-    words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
-    return f"Rates with exact 95% intervals; {words}."
-
-
-def validated_with(run: StoredTraining) -> tuple[str, str]:
-    """The defence that certified the validation images, in words, and its guarantee."""
-    name = str(run.manifest["identity"]["plan"].get("validate_with") or "patchcleanser")
-    words = "double masking with 3×3 masks" if name == "patchcleanser" else printable(name)
-    return words, DEFENSES[name].kind.guarantee if name in DEFENSES else "unknown guarantee"
+HOLM = "Holm: p corrected for the number of rows tested together."
+BORDER = "Where interval and test disagree, as they may at the border of what n images can show, the test decides."
+COST = "strategy, and its extra passes per image in training"
+FEW_TICKS = 8
+FEW_NAMES = 4
+"""Most ticks with numbers, or names, that fit side by side."""
 
 
-def split_words(run: StoredCertification) -> str:
-    return printable(str(run.manifest["data"].get("split") or "not named"))
-
-
-@dataclass(frozen=True)
-class TracedRun:
-    """A run with how its weights were trained: the strategy, and how many extra passes per image it takes.
-
-    Where no training is known, `strategy` is None and `first` says how the first run with these weights is called.
-    """
-
-    run: StoredCertification
-    first: str
-    strategy: str | None = None
-    passes: int | None = None
-    doubt: str | None = None
-
-    @property
-    def label(self) -> str:
-        return self.strategy or f"{self.first} †"
-
-    @property
-    def certified(self) -> Rate:
-        return self.run.rates["certified"]
-
-    @property
-    def defense_words(self) -> str:
-        return f"{self.run.defense} ({self.run.guarantee})"
-
-    @cached_property
-    def paper(self) -> list[tuple[str | None, Expectation]]:
-        return paper_numbers(self.run, self.strategy)
-
-
-def shortly_named(
-    certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
-) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Long names of several certifications, or trainings, without the words that they all share, but the first."""
-    names, short = list[str](), list[str]()
-    for found in ([run.name for run in certified], [run.name for run in trained]):
-        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in found]
-        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words)) if len(words) > 1 else set()
-        kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
-        names += found
-        short += ["".join(one).rstrip("-/") for one in kept]
-    if max(map(len, names)) <= LONG_NAME or len(set(short)) < len(names):
-        short = names
-    count = len(certified)
-    return (
-        [replace(run, name=name) for run, name in zip(certified, short[:count], strict=True)],
-        [replace(run, name=name) for run, name in zip(trained, short[count:], strict=True)],
-    )
-
-
-def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
-    """For each run the training whose checkpoint has its weights, else the one that its settings name."""
-
-    @cache
-    def trained(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
-        """The training around a checkpoint, and the sha256 of its weights; of weights that are gone, what was noted."""
-        training = None
-        try:
-            if (checkpoint.parent / "manifest.json").is_file():
-                training = read_run(checkpoint.parent)
-            if isinstance(training, StoredTraining):
-                return training, checkpoint_sha256(checkpoint)
-        except (PatchproofError, OSError):
-            if isinstance(training, StoredTraining):
-                return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
-        return None, None
-
-    firsts, found = dict[str, str](), []
-    for run in runs:
-        first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
-        weights = f" `{printable(run.weights)}`" if run.weights else ""
-        doubt = f"no training is known for its weights{weights}; it goes by a folder's name"
-        traced = TracedRun(run, first, doubt=doubt)
-        for checkpoint, named in find_weights(run, trainings):
-            training, sha256 = trained(checkpoint)
-            if training is not None and sha256 == run.weights_sha256 is not None:
-                traced = TracedRun(run, first, training.strategy, training.search_passes)
-                break
-            if training is not None and named and traced.strategy is None:
-                doubt = (
-                    f"it is shown as `{training.strategy}`, the strategy of the training around "
-                    f"{printable(str(checkpoint))}, but the weights there are gone or not those of the run"
-                )
-                traced = TracedRun(run, first, training.strategy, training.search_passes, doubt)
-        found.append(traced)
-    return found
-
-
-def paper_numbers(run: StoredCertification, strategy: str | None) -> list[tuple[str | None, Expectation]]:
-    """The paper's cell with the data set, strategy, masks and patch of this run; where the architecture is none of the
-    paper's, those of its three families. Before each what differs from our run, None for the same architecture."""
-    size, dataset = run.image_size, run.dataset
-    if strategy is None or run.native or run.defense != "patchcleanser" or size is None or run.patches != 1:
-        return []
-    if dataset.startswith("imagenette"):  # its folders are called imagenette2, imagenette2-320 and imagenette2-160
-        dataset = "imagenette"
-    name, found = run.architecture.lower(), []
-    own = [family for family, (_, beginnings) in FAMILIES.items() if name.startswith(beginnings)]
-    for family in own or FAMILIES:
-        recipe = recipes().get(f"{dataset}-{family}-{strategy}")
-        different = [FAMILIES[family][0]] if run.architecture.split(".")[0] != ARCHITECTURES[family].model else []
-        different += ["224×224"] if size != PAPER_INPUT else []
-        for cell in recipe.expectations if recipe else ():
-            same_pixels = size == PAPER_INPUT or cell.patch.endswith("%")  # the paper's pixels are those of 224×224
-            same_masks = run.axes == (cell.masks, cell.masks)
-            if same_pixels and same_masks and run.patch_sizes == parse_patches(cell.patch, size):
-                found.append((", ".join(different) or None, cell))
-    return found
-
-
-def paper_words(numbers: Sequence[tuple[str | None, Expectation]], name: str) -> str | None:
-    """`93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others."""
-    known = [(context, percent(n / 100)) for context, cell in numbers if (n := getattr(cell, name)) is not None]
-    own = [words for context, words in known if context is None]
-    others = ", ".join(f"{context} {words}" for context, words in known)
-    return own[0] if own else f"({others})" if others else None
+def side_by_side(traced: Sequence[TracedRun], comparisons: Sequence[Comparison]) -> list[Section]:
+    """Certifications, those that can be paired with the baseline against it."""
+    pictures, paired = comparison_pictures(traced), list[Section]()
+    if comparisons:
+        paired = against_baseline(comparisons, pictures)
+    elif pictures:
+        paired = [Section("figures", "What changes certified accuracy", (), pictures)]
+    # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
+    repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
+    elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
+    elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
+    elsewhere += ["folder"] if all(str(one.run.folder.resolve()).endswith(one.run.name) for one in traced) else []
+    return [
+        Section("comparison", "Strategies", tables=[paper_table(traced)], shown=not repeated),
+        *paired,
+        *attacked([one.run for one in traced]),
+        Section("runs", "The runs", tables=[runs_table(traced).concise(elsewhere)]),
+    ]
 
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
@@ -220,7 +94,11 @@ def paper_table(traced: Sequence[TracedRun]) -> Table:
         cells: dict[Column, Cell] = {}
         for name in ("defended", "certified"):
             cells[Column(name, setting)] = run.rates[name]
-            cells[Column(f"{name}, paper", setting)] = paper_words(one.paper, name)
+            paper = [(what, percent(n / 100)) for what, cell in one.paper if (n := getattr(cell, name)) is not None]
+            # `93.7%` for the same network, `(ResNet 93.7%, ViT 95.5%)` for others.
+            others = ", ".join(f"{what} {value}" for what, value in paper)
+            own = paper[0][1] if paper and paper[0][0] is None else f"({others})" if paper else None
+            cells[Column(f"{name}, paper", setting)] = own
         number = 1
         while not cells.keys().isdisjoint(found.setdefault((one.label, number), {})):
             number += 1
@@ -263,3 +141,125 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
     if len({run.native for run in runs}) > 1:
         notices.append("mixed: some patches are measured on the original image, others at the network input")
     return notices
+
+
+def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Picture]) -> list[Section]:
+    """One row per run and accuracy, with the images on which it differs from the baseline; and by class, smallest p
+    first. Of several runs the figure is about the runs, of a single one about its classes."""
+    one, base, several = comparisons[0], comparisons[0].base, len(comparisons) > 1
+
+    def cells(paired: Paired, corrected: float) -> dict[str, Cell]:
+        counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
+        return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
+
+    rows: list[dict[str, Cell]] = [
+        {"run": c.run.name, "accuracy": name, **cells(c.accuracies[name], c.corrected[name])}
+        for name in reversed(base.rates)
+        for c in comparisons
+        if name in c.accuracies
+    ]
+    notes = [
+        f"Gained: only this run has the image right or certified; lost: only {base.name}. The difference, this run "
+        f"minus {base.name}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is "
+        f"exact. {BORDER}",
+        *([HOLM] if several else []),
+    ]
+    heading = f"Against {base.name}" if several else f"{one.run.name} against {base.name}"
+    every = Table.of("paired", heading, rows, notes, digits=3)
+    by_label = []
+    for c in comparisons:
+        adjusted = holm([paired.p for paired in c.classes.values()])
+        for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
+            by_label.append((paired.p, {"class": base.class_name(label), "run": c.run.name, **cells(paired, p)}))
+    ordered = [row for _, row in sorted(by_label, key=lambda pair: pair[0])]
+    classes = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
+    enough = len(one.classes) > 1 and one.certified.n >= FEW_PER_CLASS * len(one.classes)
+    if several:
+        key, names = (
+            "paired",
+            ["/\n".join(shortened_name(s, 28) for s in c.run.name.rsplit("/", 1)) for c in comparisons],
+        )
+        found = [c.certified for c in comparisons]
+    else:
+        key, labels = "paired-classes", one.classes.items()
+        names = ["all images", *(f"{shortened(base.class_name(k), 24)} (n = {v.n})" for k, v in labels)]
+        found = [one.certified, *one.classes.values()]
+    title = f"Certified, against the baseline, n = {numbers(c.certified.n for c in comparisons)}"
+    alt = f"{title}: {len(names)} paired differences with 95% intervals."
+    height = 1.4 + (0.36 if any("\n" in name for name in names) else 0.27) * len(names)
+    with drawing(key, title, alt, height=height, title_width=32) as (picture, axes):
+        axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        dots(axes, names, [("", found, False)])
+        axes.set_xlabel("percentage points (right of 0: better)")
+    left_out, few = ([], SHOWN_FAILURES) if several else (["run"], SHOWN_CLASSES)
+    classes = classes.excerpt(classes.rows[:few], "smallest p").concise(left_out)
+    if several:
+        certified = replace(every, rows=[row for row in every.rows if row[1] == "certified"], whole=every)
+        shown, pictures, drawn = certified.concise(["accuracy"]), [picture, *pictures], list[Picture]()
+    else:
+        shown, drawn = every.concise(["run", "p, Holm"]), [picture] if 1 < len(one.classes) <= MOST_CLASSES else []
+    return [
+        Section("paired", heading, (), pictures, [shown]),
+        Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=enough),
+    ]
+
+
+def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
+    """Certified accuracy against masks per axis, patch size and training cost. A line joins all runs that differ
+    in that alone; there is no figure where no two do.
+
+    Costs belong to strategies: these have a place each, in the order of cost, and points that are not joined.
+    """
+    kinds: list[tuple[str, str, Callable[[TracedRun], float | None], list[str]]] = [
+        ("masks", "masks per axis", lambda one: one.run.axes and max(one.run.axes), ["patch_words"]),
+        ("patch size", "patch (% of the image's area)", lambda one: one.run.patch_percent, ["masks_words"]),
+        ("training cost", COST, lambda one: one.passes, ["masks_words", "patch_words"]),
+    ]
+    pictures = []
+    for what, unit, x, same in kinds:
+        by_strategy = unit != COST
+        groups: dict[Hashable, list[tuple[float, TracedRun]]] = {}
+        for one in traced:
+            value, run = x(one), one.run
+            if value is not None and one.certified.n:
+                own = (one.label, run.weights_sha256) if by_strategy else ()
+                facts = run.data_sha256, run.native, one.certified.n, run.architecture, one.defense_words
+                groups.setdefault((own, facts, *(getattr(run, name) for name in same)), []).append((value, one))
+        lines = [sorted(group, key=lambda point: point[0]) for group in groups.values() if len(dict(group)) > 1]
+        if not lines:
+            continue
+        names = []
+        for (_, one), *_ in lines:
+            shared = [f"{one.run.dataset}, n = {one.certified.n:,}", one.run.architecture, one.defense_words]
+            named = [one.strategy or one.first] if by_strategy else []
+            names.append([*named, *shared, *(getattr(one.run, name) for name in same)])
+        differ = [i for i, words in enumerate(zip(*names, strict=True)) if len(set(words)) > 1] or [0]
+        points = [point for line in lines for point in line]
+        values, guarantees = sorted({value for value, _ in points}), sorted({one.run.guarantee for _, one in points})
+        costs = sorted({(value, one.label) for value, one in points}, key=lambda c: (c[0], strategy_order(c[1])))
+        title = f"Certified accuracy against {what}, n = {numbers(one.certified.n for _, one in points)}"
+        alt = f"{title}: {len(lines)} {'lines' if by_strategy else 'rows of points'} with 95% intervals."
+        key = "by-" + what.removesuffix(" size").replace(" ", "-")
+        with drawing(key, title, alt, height=3.0 + 0.16 * len(lines)) as (picture, axes):
+            labels = [shortened(" · ".join(words[i] for i in differ), 60) for words in names]
+            for number, (label, line) in enumerate(zip(labels, lines, strict=True)):
+                at = [float(value if by_strategy else costs.index((value, one.label))) for value, one in line]
+                rates, run = [one.certified for _, one in line], line[0][1].run
+                if labels.count(label) > 1:  # e.g. two trainings with one strategy
+                    label += f" ({shortened_name(run.name, 40)})"
+                error_line(axes, at, rates, label=label, number=number, of=len(lines), joined=by_strategy)
+            if by_strategy:
+                aside = 0.12 * (values[-1] - values[0])  # room for lines moved aside
+                axes.set_xlim(values[0] - aside, values[-1] + aside)
+                if len(values) <= FEW_TICKS:
+                    axes.set_xticks(values, [f"{round(v, 1):g}" for v in values])
+                    axes.minorticks_off()
+            else:
+                slanted: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+                ticks = [f"{shortened(name, 14)}: {cost:g}" for cost, name in costs]
+                axes.set_xticks(range(len(costs)), ticks, **slanted if len(costs) > FEW_NAMES else {})
+                axes.set_xlim(-0.5, len(costs) - 0.5)
+            axes.set(xlabel=unit, ylabel=f"certified ({', '.join(guarantees)}), % of images")
+            percent_axis(axes, (one.certified for _, one in points))
+        pictures.append(picture)
+    return pictures

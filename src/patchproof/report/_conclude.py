@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
 from patchproof.recipes import needs_training
-from patchproof.report._compare import GUARANTEES, TracedRun, validated_with
 from patchproof.report._counts import (
     FEW,
     LEVEL,
@@ -22,10 +21,10 @@ from patchproof.report._counts import (
     enough_per_class,
     mask_shares,
     outcomes,
-    weak_classes,
 )
-from patchproof.report._sections import NAMED
 from patchproof.report._tables import interval_words, percent
+from patchproof.report._trace import GUARANTEES, NAMED, TracedRun
+from patchproof.report._training import validated_with
 from patchproof.runs import StoredCertification, StoredTraining, one_answer
 from patchproof.runs._reading import count_words
 
@@ -157,7 +156,15 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
     if unfit is not None:
         steps.append(f"{unfit}.")
     elif len(failed) > wrong and alone is not None:
-        steps += more_masks(run)
+        per_axis = MORE_MASKS[run.patches]
+        if run.defense == "patchcleanser" and run.masks and run.axes is not None and max(run.axes) < per_axis:
+            # More masks are smaller ones: each hides less that the network would need.
+            finer = covering_masks(PatchThreat(run.masks.image_size, run.patch_sizes, run.patches), per_axis=per_axis)
+            now, then = (max((r.height, r.width) for r in masks.blocks) for masks in (run.masks, finer))
+            each = f"each hides {size_words(then)} pixels instead of {size_words(now)}"
+            passes = f"{len(finer.unions):,} different masked copies per image instead of {len(run.masks.unions):,}"
+            size = size_words((len(finer.axes[0]), len(finer.axes[1])))
+            steps += [f"Try {size} masks: {each}, for {passes}."] if then < now else []
         strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
         instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
         advice = f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."
@@ -170,7 +177,10 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
     if failed and not enough_per_class(run):
         each = f"{rate.n:,} images of {len(by_class(run)):,} classes are too few"
         verdict.append(f"Nothing is said about single classes: {each}; tables/classes.csv has them.")
-    low = {label: f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak_classes(run).items()}
+    # Classes whose whole 95% interval lies below the certified accuracy of all images, lowest first.
+    rated = sorted((rates["certified"].rate, label, rates["certified"]) for label, rates in by_class(run).items())
+    weak = [(label, r) for _, label, r in rated if r.n >= FEW and r.interval[1] < rate.rate]
+    low = {label: f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak}
     if low:
         rest = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
         named = ", ".join(list(low.values())[:NAMED])
@@ -193,20 +203,6 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
         steps.append(ATTACK)
     steps = steps or ["Compare with another run on the same images: report both together."]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([run]))
-
-
-def more_masks(run: StoredCertification) -> list[str]:
-    """More masks are smaller ones: each hides less that the network would need."""
-    per_axis = MORE_MASKS[run.patches]
-    if run.defense != "patchcleanser" or run.axes is None or run.masks is None or max(run.axes) >= per_axis:
-        return []
-    more = covering_masks(PatchThreat(run.masks.image_size, run.patch_sizes, run.patches), per_axis=per_axis)
-    now, then = (max((r.height, r.width) for r in masks.blocks) for masks in (run.masks, more))
-    if then >= now:
-        return []
-    passes = f"{len(more.unions):,} different masked copies per image instead of {len(run.masks.unions):,}"
-    size = size_words((len(more.axes[0]), len(more.axes[1])))
-    return [f"Try {size} masks: each hides {size_words(then)} pixels instead of {size_words(now)}, for {passes}."]
 
 
 def conclude_several(

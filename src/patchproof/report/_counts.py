@@ -53,13 +53,6 @@ def enough_per_class(run: StoredCertification) -> bool:
     return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
 
 
-def weak_classes(run: StoredCertification) -> dict[int, Rate]:
-    """Classes whose whole 95% interval lies below the certified accuracy of all images, lowest first."""
-    mean, found = run.rates["certified"].rate, by_class(run)
-    rated = sorted(((label, found[label]["certified"]) for label in found), key=lambda one: (one[1].rate, one[0]))
-    return {label: rate for label, rate in rated if rate.n >= FEW and rate.interval[1] < mean}
-
-
 def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
     """The numbers of the masks that decided, each once, and of unions those of their parts; and the label under them.
     None where the record has no witness that fits the run."""

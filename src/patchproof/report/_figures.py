@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,6 +25,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from patchproof.report._counts import Paired
 from patchproof.runs import Rate
+from patchproof.runs._reading import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -155,11 +156,9 @@ def drawing(
             figure.legend(handles, labels, loc="outside lower left", ncols=columns)
 
 
-def draw(key: str, title: str, alt: str, plot: Callable[[Axes], None]) -> Picture:
-    """The figure that `plot` draws."""
-    with drawing(key, title, alt) as (picture, axes):
-        plot(axes)
-    return picture
+def numbers(values: Iterable[int]) -> str:
+    """The different ones, for a title."""
+    return shortened(", ".join(f"{value:,}" for value in sorted(set(values))), 24)
 
 
 def percents(found: Sequence[Rate | Paired]) -> tuple[list[float], list[list[float]]]:

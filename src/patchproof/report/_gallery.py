@@ -1,46 +1,33 @@
-"""Images of runs: beside what the network saw of them, and under the masks that each strategy trains on."""
+"""Images of runs beside what decided about them: the copy under masks, or the patch that changed the answer."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from matplotlib.figure import Figure
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
-from patchproof.data import ImageSource, iterate_batches, preprocess, spread_indices
+from patchproof.data import ImageSource, preprocess
 from patchproof.geometry import MaskSet, Rect
-from patchproof.masking import as_images, network, occlude
-from patchproof.models import ImageClassifier, match_labels
+from patchproof.masking import as_images, occlude
 from patchproof.report._counts import outcomes, witness
-from patchproof.report._figures import Picture, styled
-from patchproof.runs import Record, StoredCertification, preprocessing_for
-from patchproof.runs._reading import class_words, count_words, printable, shortened, shortened_name
-from patchproof.training import masking_strategy
-from patchproof.types import InputError, PatchproofError, Preprocessing, Size
+from patchproof.runs import Record, StoredCertification
+from patchproof.runs._reading import count_words, printable
+from patchproof.types import PatchproofError, Preprocessing, Size
 
 SMALL = 64
 """Images up to this side are kept pixel by pixel; larger ones as JPEG, no larger than LARGEST."""
 
 LARGEST = 224
-
-COLUMNS = 6
-SHADE = (0.84, 0.37, 0.0)
-"""Vermilion; it reads as dark grey in black and white."""
-
-STRIP_SIDE = 112
-MOST_PASSES = 100
-"""A strategy that takes more passes per image is left out: a page should not take minutes."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +47,14 @@ class Card:
     patched: bool
     """Whether `masked` shows the pixels of a patch."""
 
-    @property
-    def pixelated(self) -> bool:
-        return max(self.size) <= SMALL
+
+Cards = tuple[str, list[Card]]
+"""A title and the images below it."""
 
 
-@dataclass(frozen=True)
-class Gallery:
-    """Titles and their cards; a notice where images are missing."""
-
-    groups: Sequence[tuple[str, Sequence[Card]]] = ()
-    notice: str | None = None
-
-
-def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery:
+def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> tuple[list[Cards], str | None]:
     """`count` certified images and `count` others, evenly spaced in the order of their margins, each beside its copy
-    under the masks that decided where these are known."""
+    under the masks that decided where these are known; and whether some cannot be read."""
     groups, missing = [], 0
     for title, records in outcomes(run).items():
         ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
@@ -84,13 +63,11 @@ def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> G
         cards = [card for record in ordered if (card := make_card(run, source, record)) is not None]
         missing += len(ordered) - len(cards)
         groups += [(title.capitalize(), cards)] if cards else []
-    notice = f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
-    return Gallery(groups, notice)
+    return groups, f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
 
 
-def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> Gallery | None:
-    """Images whose right answer a patch changed, broken certificates first: the defence's, then the classifier's own;
-    None where none can be shown."""
+def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> list[Cards]:
+    """Images whose right answer a patch changed, first by the defence, broken certificates first."""
     defended = [r for r in run.attacks if r.attack and r.attack.place is not None and (r.defended or r.broken)]
     alone = [r for r in run.attacks if r.attack and r.undefended and r.attack.undefended_attacked is False]
     defended.sort(key=lambda r: (not r.broken, r.index))
@@ -101,7 +78,7 @@ def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) 
     ):
         cards = [card for record in records[:count] if (card := make_card(run, source, record, name)) is not None]
         groups += [(title, cards)] if cards else []
-    return Gallery(groups) if groups else None
+    return groups
 
 
 def make_card(
@@ -136,7 +113,11 @@ def make_card(
         one, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
         patched = all(p is not None and p.shape[1:] == (r.height, r.width) for r, p in zip(rects, patches, strict=True))
         how = f"with the {one}" if patched else f"where the {one} {were}"
-    copy = hidden(image, rects, run.fill) if rects else image
+    copy = image
+    if rects:  # x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none
+        keep = MaskSet(size, tuple(rects)).keep().all(dim=0)
+        fill = run.fill if run.fill is not None and len(run.fill) == len(image) else (0.5,) * len(image)
+        copy = occlude(image, keep, torch.tensor(fill)[:, None, None])
     for rect, patch in zip(rects, patches, strict=False):
         if patch is not None and patched:
             copy[:, rect.top : rect.bottom, rect.left : rect.right] = patch
@@ -171,15 +152,6 @@ def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | 
         return {}, None
 
 
-def hidden(
-    image: Float[Tensor, "c h w"], rects: Sequence[Rect], fill: Sequence[float] | None
-) -> Float[Tensor, "c h w"]:
-    """x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none."""
-    keep = MaskSet((int(image.shape[1]), int(image.shape[2])), tuple(rects)).keep().all(dim=0)
-    colour = fill if fill is not None and len(fill) == len(image) else (0.5,) * len(image)
-    return occlude(image, keep, torch.tensor(colour)[:, None, None])
-
-
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
     """The image inside the page itself, in 8 bits."""
     picture, file = Image.fromarray(to_bytes(image.expand(3, -1, -1))), io.BytesIO()
@@ -191,49 +163,3 @@ def data_uri(image: Float[Tensor, "c h w"]) -> str:
 
 def to_bytes(image: Float[Tensor, "c h w"]) -> UInt8[np.ndarray, "h w c"]:
     return image.mul(255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-
-
-def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: ImageSource, *, seed: int) -> Picture:
-    """The paper's illustration: a row for each copy that each strategy trains on, masked by the classifier it trained,
-    with answer and loss below.
-
-    `classifiers` are name -> (strategy, classifier); those of another input size than the first are left out.
-    """
-    size = next(iter(classifiers.values()))[1].input_size
-    strips: list[tuple[str, Float[Tensor, "b c h w"], list[str]]] = []  # title, images, a caption below each
-    for name, (strategy, classifier) in classifiers.items():
-        if classifier.input_size != size or len(classifier.fill) != 3:
-            continue
-        how, indices = preprocessing_for(classifier, source.low_resolution, size), spread_indices(source, COLUMNS)
-        (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
-        images = as_images(batch.images, "cpu")
-        labels = torch.tensor(match_labels(source.class_names, classifier, source.name))[batch.labels]
-        words = class_words(dict(enumerate(classifier.class_names or source.class_names)))
-        if not strips:
-            strips.append(("image", images, [shortened(words[label], 22) for label in labels.tolist()]))
-        choose = masking_strategy(strategy, image_size=size, generator=torch.Generator().manual_seed(seed))
-        keep = choose(classifier, images, labels) if choose.forwards + choose.backwards <= MOST_PASSES else ()
-        for number, visible in enumerate(keep, start=1):
-            logits = network(classifier)(images, visible)
-            losses = functional.cross_entropy(logits, labels, reduction="none").tolist()
-            answers = [shortened(words[label], 22) for label in logits.argmax(dim=1).tolist()]
-            captions = [f"{answer}\n{loss:.2f}" for answer, loss in zip(answers, losses, strict=True)]
-            shaded = torch.where(visible, images, torch.tensor(SHADE)[:, None, None])
-            strips.append((f"{name} {number}" if len(keep) > 1 else name, shaded, captions))
-    if not strips:
-        raise InputError("none of the classifiers takes colour images, so what they were trained on cannot be shown")
-    count = len(strips[0][2])
-    with styled():
-        figure = Figure(figsize=(1.25 * count + 0.3, 1.5 * len(strips) + 0.3), layout="constrained")
-        grid = figure.subplots(len(strips), count, squeeze=False)
-        for row, (name, images, captions) in zip(grid, strips, strict=True):
-            row[0].set_ylabel(shortened_name(printable(name), 24), fontsize=8)
-            if max(images.shape[2:]) > STRIP_SIDE:
-                images = functional.interpolate(images, size=(STRIP_SIDE,) * 2, mode="bilinear", antialias=True)
-            for axes, image, caption in zip(row, images, captions, strict=True):
-                axes.imshow(to_bytes(image), interpolation="none")
-                axes.set_xlabel(caption, fontsize=6.5)
-                axes.set(xticks=[], yticks=[])
-        title = f"What each strategy hides from its own network, n = {count} images"
-        figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
-        return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)

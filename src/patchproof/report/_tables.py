@@ -1,4 +1,4 @@
-"""One table, rendered as Markdown, CSV, LaTeX, JSON or rows of HTML cells; numbers in words, the same everywhere."""
+"""Tables, rendered as Markdown, CSV, LaTeX, JSON or rows of HTML cells; and the sections of a page, which hold them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from html import escape
 from itertools import groupby
 
 from patchproof.report._counts import Paired
+from patchproof.report._figures import Picture
+from patchproof.report._gallery import Cards
 from patchproof.runs import Rate
 
 Cell = str | int | float | Rate | Paired | None
 NOTHING = "–"
+
+SHOWN_CLASSES = 20
+SHOWN_FAILURES = 10
+"""Rows of long tables that the page has."""
 
 COMMON = (
     *("data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images"),
@@ -117,6 +123,24 @@ class Table:
 
     def texts(self) -> list[list[str]]:
         return [[cell_text(c, column.digits) for c, column in zip(row, self.columns, strict=True)] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with paragraphs, figures, tables and images below it; `key` is its address in the page.
+
+    `notice` says why images are missing. If it is not `shown`, its tables are files all the same.
+    """
+
+    key: str
+    title: str
+    words: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    cards: Sequence[Cards] = ()
+    notice: str | None = None
+    wide: bool = False
+    shown: bool = True
 
 
 def cell_text(cell: Cell, digits: int = 1) -> str:

@@ -1,59 +1,39 @@
-"""The sections of a page, with their tables: one certification in depth, several beside each other, and trainings."""
+"""One certification or attack in depth: each section from the records to its table and figure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from patchproof.geometry import size_words
-from patchproof.models import load_checkpoint
-from patchproof.report import _plots
-from patchproof.report._compare import (
-    GUARANTEES,
-    MADE,
-    TracedRun,
-    paper_table,
-    rate_note,
-    runs_table,
-    split_words,
-    validated_with,
-)
 from patchproof.report._counts import (
-    FEW_PER_CLASS,
-    Comparison,
-    Paired,
+    MOST_CLASSES,
     attacked_rates,
     by_class,
     enough_per_class,
-    holm,
     mask_shares,
     outcomes,
     witness,
 )
-from patchproof.report._figures import Picture
-from patchproof.report._gallery import Gallery, attacked_gallery, make_gallery, worst_masks
-from patchproof.report._tables import Cell, Table, duration
-from patchproof.runs import Rate, Record, StoredCertification, StoredTraining, find_images
-from patchproof.runs._reading import printable
-from patchproof.training import STRATEGIES
-from patchproof.types import PatchproofError
-
-SHOWN_CLASSES = 20
-SHOWN_FAILURES = 10
-NAMED = 3
-"""Classes, runs or masks that a sentence or cell names."""
+from patchproof.report._figures import COLOURS, FILLS, INK, Picture, dots, drawing, numbers, percents
+from patchproof.report._gallery import Cards, attacked_gallery, make_gallery
+from patchproof.report._tables import SHOWN_CLASSES, SHOWN_FAILURES, Cell, Section, Table, duration
+from patchproof.report._trace import GUARANTEES, NAMED, TracedRun, rate_note, split_words
+from patchproof.runs import Rate, Record, StoredCertification, find_images
+from patchproof.runs._reading import printable, shortened, shortened_name
 
 WITNESS = (
     "Left the image as the network sees it, right the copy under the masks that decided: those under which it fails, "
     "or for a certified image those with the smallest margin. Masked pixels have the colour they had in the run; the "
     "outlines are drawn for the reader. Evenly spaced from the narrowest margin to the widest."
 )
-INTERVALS = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
 ALONE = "The images as the network sees them, evenly spaced from the narrowest margin to the widest."
 MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
 TWO_MASK_MARGIN = (
@@ -67,27 +47,16 @@ BOUNDS = (
 )
 PATCHED = "On the right the image with the patch that changed the answer, framed."
 LOST = "Where the pixels of a patch are not kept, as in old runs, its place is blank."
-WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
-HOLM = "Holm: p corrected for the number of rows tested together."
-BORDER = "Where interval and test disagree, as they may at the border of what n images can show, the test decides."
-VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading with paragraphs, figures and tables below it; `key` is its address in the page."""
-
-    key: str
-    title: str
-    words: Sequence[str] = ()
-    pictures: Sequence[Picture] = ()
-    tables: Sequence[Table] = ()
-    gallery: Gallery | None = None
-    wide: bool = False
-    lists: Sequence[tuple[str, Sequence[str]]] = ()
-    """Headings with their points."""
-    shown: bool = True
-    """Whether it is on the page; if not, its tables are files all the same."""
+ATTACK_NAMES = {
+    "undefended": "undefended",
+    "undefended_attacked": "undefended, attacked",
+    "defended": "defended",
+    "attacked": "defended, attacked",
+    "certified": "certified",
+}
+BINS = 24
+OUTER = 0.5
+"""Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
 
 
 def meanings(run: StoredCertification) -> dict[str, str]:
@@ -135,10 +104,11 @@ def one_certification(one: TracedRun, *, dataset: str | None, data_dir: Path | N
     if not run.good:
         return [head, settings]
     source = find_images(run, dataset, data_dir)
+    fallen, cards, notice = list[Cards](), list[Cards](), None
     if isinstance(source, str):  # why they are not found
-        fallen, gallery = None, Gallery(notice=source)
+        notice = source
     else:
-        fallen, gallery = attacked_gallery(run, source, images), make_gallery(run, source, images)
+        fallen, (cards, notice) = attacked_gallery(run, source, images), make_gallery(run, source, images)
     seen = any(witness(run, record)[0] for record in run.good)
     title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
     return [
@@ -147,14 +117,14 @@ def one_certification(one: TracedRun, *, dataset: str | None, data_dir: Path | N
         *classes_of(run),
         margins_of(run),
         cost_of(run),
-        Section("gallery", title, [words], gallery=gallery),
+        Section("gallery", title, [words], cards=cards, notice=notice),
         settings,
     ]
 
 
 def classes_of(run: StoredCertification) -> list[Section]:
     """Accuracies by class; and from the lowest certified accuracy up, why images have no certificate."""
-    found, failed, enough = by_class(run), dict[int, list[Record]](), enough_per_class(run)
+    found, enough, n = by_class(run), enough_per_class(run), f"n = {len(run.good):,}"
     rows: list[dict[str, Cell]] = []
     for label, rates in found.items():
         row: dict[str, Cell] = {"class": run.class_name(label), "images": rates["certified"].n}
@@ -163,33 +133,75 @@ def classes_of(run: StoredCertification) -> list[Section]:
     ordered = sorted(classes.rows, key=lambda row: next(cell.rate for cell in row if isinstance(cell, Rate)))
     ends = [*ordered[:SHOWN_CLASSES], *ordered[SHOWN_CLASSES:][-SHOWN_CLASSES:]]
     classes = classes.excerpt(ends, "lowest and the highest certified accuracy")
+
+    # Both accuracies of each class, or of very many classes the certified one in rising order.
+    many, key = len(found) > MOST_CLASSES, f"certified ({run.guarantee})"
+    certified, defended = ([rates[name] for rates in found.values()] for name in ("certified", "defended"))
+    title = f"Certified accuracy of {len(found):,} classes, {n}" if many else f"Accuracy by class, {n}"
+    height = 3.1 if many else 1.2 + 0.27 * len(found)
+    with drawing("classes", title, f"{title}, with 95% intervals.", height=height) as (picture, axes):
+        if many:
+            rising, ranks = sorted(certified, key=lambda rate: (rate.rate, rate.n)), range(1, len(found) + 1)
+            low, high = ([100 * rate.interval[end] for rate in rising] for end in (0, 1))
+            axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
+            axes.step(ranks, percents(rising)[0], where="mid", color=COLOURS[0], label=key)
+            axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
+        else:
+            names = [f"{shortened(run.class_name(k), 24)} (n = {r['certified'].n})" for k, r in found.items()]
+            dots(axes, names, [(key, certified, False), ("defended", defended, True)], step=-0.32)
+            axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
+
+    failed = dict[int, list[Record]]()
     for record in outcomes(run)["not certified"]:
         failed.setdefault(record.label, []).append(record)
-    alone, masked, rows = "undefended" in run.rates, run.masks is not None, []
+    rows, notes = [], []
     for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
         records = failed[label]
         row = {"class": run.class_name(label), "not certified": len(records)}
-        if alone:
+        if "undefended" in run.rates:
             row["undefended wrong"] = sum(record.undefended is False for record in records)
-        if masked:
+        if run.masks is not None:
             shares = list(mask_shares(run, records).items())[:NAMED]
             row["masks"] = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares) or None
             wrong = Counter(a for r in records if (a := witness(run, r)[1]) is not None and a != label)
             row["answered"] = next((f"{run.class_name(a)} ({k:,}×)" for a, k in wrong.most_common(1)), None)
         rows.append(row)
-    notes = []
-    if alone:
+    if "undefended" in run.rates:
         notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
-    if masked:
+    if run.masks is not None:
         which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
         notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
     failures = Table.of("failures", "Where certificates fail", rows, notes)
     failures = failures.excerpt(failures.rows[:SHOWN_FAILURES], "lowest certified accuracy")
-    pictures, fails = [_plots.class_picture(run)], _plots.failing_masks_pictures(run)
+    intervals = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
     return [
-        Section("classes", "By class", [INTERVALS], pictures, [classes], shown=enough),
-        Section("failures", failures.title, (), fails, [failures], shown=enough and bool(rows)),
+        Section("classes", "By class", [intervals], [picture], [classes], shown=enough),
+        Section("failures", failures.title, (), failing_masks(run), [failures], shown=enough and bool(rows)),
     ]
+
+
+def failing_masks(run: StoredCertification) -> list[Picture]:
+    """Where in the grid of masks certificates fail: how often each mask is among those that decided."""
+    shares = mask_shares(run, outcomes(run)["not certified"])
+    if run.axes is None or not shares:
+        return []
+    rows, columns = run.axes
+    values = np.array([100 * shares[i].rate if i in shares else 0.0 for i in range(rows * columns)])
+    n = next(iter(shares.values())).n
+    alt = f"For each of {rows}×{columns} masks, the percentage of {n:,} images without a certificate that it decides."
+    with drawing("failing-masks", f"Masks that decide failures, n = {n:,}", alt, height=3.4) as (picture, axes):
+        mesh = axes.pcolormesh(values.reshape(rows, columns), cmap="Blues", vmin=0, edgecolors="white", linewidth=1)
+        for number, value in enumerate(values):
+            row, column = divmod(number, columns)
+            ink = "#ffffff" if value > 0.6 * values.max() else "#000000"
+            size = 9 if columns <= 6 else 6
+            axes.text(column + 0.5, row + 0.5, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=size)
+        axes.grid(visible=False)
+        axes.set_xticks(np.arange(columns) + 0.5, [str(i + 1) for i in range(columns)])
+        axes.set_yticks(np.arange(rows) + 0.5, [str(i + 1) for i in range(rows)])
+        axes.set(xlabel="column of masks", ylabel="row of masks", aspect="equal", ylim=(rows, 0))
+        picture.figure.colorbar(mesh, ax=axes, shrink=0.8, label="% of these images")
+    return [picture]
 
 
 def margins_of(run: StoredCertification) -> Section:
@@ -204,7 +216,7 @@ def margins_of(run: StoredCertification) -> Section:
     unknown = sum(record.margin is None for record in run.good)
     notes = [f"{unknown:,} images have no margin: it is not a finite number."] if unknown else []
     about = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN, *([] if run.exhaustive else [EARLY])]
-    pictures = _plots.histogram_pictures(run, "margins", "Margins", unit, lambda record: record.margin)
+    pictures = histogram_pictures(run, "margins", "Margins", unit, lambda record: record.margin)
     return Section("margins", "Margins", about, pictures, [Table.of("margins", "Margins", rows, notes, digits=3)])
 
 
@@ -225,20 +237,61 @@ def cost_of(run: StoredCertification) -> Section:
         speed = {"images per second": f"{1 / each:,.1f}"} if each < 1 else {"time per image": duration(each)}
         facts |= {"time": duration(run.seconds)} | speed
     unit = "passes per image"
-    pictures = _plots.histogram_pictures(run, "cost", "Passes per image", unit, lambda r: float(r.forwards))
+    pictures = histogram_pictures(run, "cost", "Passes per image", unit, lambda r: float(r.forwards))
     table = Table.of("cost", "Cost", [{"what": what, "how much": value} for what, value in facts.items()])
     return Section("cost", "Cost", (), pictures, [table])
 
 
-def attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = None) -> list[Section]:
+def histogram(groups: Sequence[Sequence[float]], *, n: int) -> tuple[list[float], list[list[Rate]], int] | None:
+    """Edges of common bins of a round width, one of which begins at 0 if that is within; for each group its shares of
+    all n images; and how many values are outside and count in the end bins."""
+    values = np.array([value for group in groups for value in group], dtype=np.float64)
+    if not len(values):
+        return None
+    least, most = np.percentile(values, [OUTER, 100 - OUTER]).tolist()
+    room = 0.5 if least == most else 0.0
+    edges = list(map(float, MaxNLocator(BINS).tick_values(least - room, most + room)))
+    low, high = edges[0], edges[-1]
+    found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
+    clipped = int(((values < low) | (values > high)).sum())
+    return edges, [[Rate(k, n) for k in row] for row in found], clipped
+
+
+def histogram_pictures(
+    run: StoredCertification, key: str, title: str, unit: str, value: Callable[[Record], float | None]
+) -> list[Picture]:
+    """A histogram of the certified images and of the others; none where there are no values."""
+    known = {words: [v for r in some if (v := value(r)) is not None] for words, some in outcomes(run).items()}
+    counted = histogram(list(known.values()), n=len(run.good))
+    if counted is None:
+        return []
+    edges, shares, clipped = counted
+    title = f"{title}, n = {len(run.good):,}"
+    with drawing(key, title, f"{title}: histograms of the certified and of the other images.") as (picture, axes):
+        for (words, values), row, colour, (face, hatch) in zip(known.items(), shares, COLOURS, FILLS, strict=False):
+            bars = [(ends, rate) for ends, rate in zip(pairwise(edges), row, strict=True) if rate.k]
+            middles, widths = [sum(ends) / 2 for ends, _ in bars], [right - left for (left, right), _ in bars]
+            heights, reach = percents([rate for _, rate in bars])
+            look: dict[str, Any] = {"facecolor": face, "edgecolor": colour, "hatch": hatch, "linewidth": 0.8}
+            axes.bar(middles, heights, widths, label=f"{words} (n = {len(values):,})", **look)
+            axes.errorbar(middles, heights, yerr=reach, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
+        if edges[0] < 0 < edges[-1]:
+            axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        beyond = f"; {clipped:,} beyond the ends in the end bins" if clipped else ""
+        axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
+    return [picture]
+
+
+def attacked(runs: Sequence[StoredCertification], cards: Sequence[Cards] = ()) -> list[Section]:
     """Accuracies, broken certificates and cost of the runs that were attacked; transposed where that is one."""
     chosen = [run for run in runs if run.attacks]
     if not chosen:
         return []
     words, rows, notes = [BOUNDS], list[dict[str, Cell]](), [rate_note(chosen)]
-    for run in chosen:
-        rates, findings = attacked_rates(run), [r.attack for r in run.attacks if r.attack is not None]
-        row: dict[str, Cell] = {"run": run.name} | {w: rates.get(name) for name, w in _plots.ATTACK_NAMES.items()}
+    found = [attacked_rates(run) for run in chosen]
+    for run, rates in zip(chosen, found, strict=True):
+        findings = [record.attack for record in run.attacks if record.attack is not None]
+        row: dict[str, Cell] = {"run": run.name} | {words: rates.get(name) for name, words in ATTACK_NAMES.items()}
         row["certified but broken"] = sum(record.broken for record in run.attacks)
         row["attacked copies"] = sum(one.passes for one in findings)
         rows.append(row)
@@ -251,105 +304,19 @@ def attacked(runs: Sequence[StoredCertification], gallery: Gallery | None = None
     table = Table.of("attacked", "Under attack", rows, notes)
     if len(runs) == 1:  # the other rates stand above in large type
         table = replace(table, rows=[row for row in table.rows if row[0] not in runs[0].rates], whole=table)
-    if gallery is not None:
-        words += [PATCHED] if all(c.patched for _, cards in gallery.groups for c in cards) else [PATCHED, LOST]
-    return [Section("attacked", "Under attack", words, [_plots.bounds_picture(chosen)], [table], gallery)]
+    if cards:
+        words += [PATCHED] if all(card.patched for _, some in cards for card in some) else [PATCHED, LOST]
 
-
-def side_by_side(traced: Sequence[TracedRun], comparisons: Sequence[Comparison]) -> list[Section]:
-    """Certifications, those that can be paired with the baseline against it."""
-    pictures, paired = _plots.comparison_pictures(traced), list[Section]()
-    if comparisons:
-        paired = against_baseline(comparisons, pictures)
-    elif pictures:
-        paired = [Section("figures", "What changes certified accuracy", (), pictures)]
-    # No number twice: rows by strategy have the accuracies of the runs, unless they are only the runs again.
-    repeated = not any(one.paper for one in traced) and any(one.strategy is None for one in traced)
-    elsewhere = [*MADE, *([] if repeated else ["defended", "certified"])]
-    elsewhere += ["strategy"] if all(one.strategy is None for one in traced) else []
-    elsewhere += ["folder"] if all(str(one.run.folder.resolve()).endswith(one.run.name) for one in traced) else []
-    return [
-        Section("comparison", "Strategies", tables=[paper_table(traced)], shown=not repeated),
-        *paired,
-        *attacked([one.run for one in traced]),
-        Section("runs", "The runs", tables=[runs_table(traced).concise(elsewhere)]),
-    ]
-
-
-def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Picture]) -> list[Section]:
-    """One row per run and accuracy, with the images on which it differs from the baseline; and by class, smallest p
-    first. Of several runs the figure is about the runs, of a single one about its classes."""
-    one, base, several = comparisons[0], comparisons[0].base, len(comparisons) > 1
-
-    def cells(paired: Paired, corrected: float) -> dict[str, Cell]:
-        counts = {"images": paired.n, "gained": paired.gained, "lost": paired.lost}
-        return {**counts, "difference in points": paired, "McNemar p": paired.p, "p, Holm": corrected}
-
-    rows: list[dict[str, Cell]] = [
-        {"run": c.run.name, "accuracy": name, **cells(c.accuracies[name], c.corrected[name])}
-        for name in reversed(base.rates)
-        for c in comparisons
-        if name in c.accuracies
-    ]
-    notes = [
-        f"Gained: only this run has the image right or certified; lost: only {base.name}. The difference, this run "
-        f"minus {base.name}, is over the same images, with Newcombe's 95% interval (method 10); McNemar's test is "
-        f"exact. {BORDER}",
-        *([HOLM] if several else []),
-    ]
-    title = f"Against {base.name}" if several else f"{one.run.name} against {base.name}"
-    every, drawn = Table.of("paired", title, rows, notes, digits=3), _plots.paired_pictures(comparisons)
-    shown, few = every.concise(["run", "p, Holm"]), SHOWN_CLASSES
-    if several:
-        certified = replace(every, rows=[row for row in every.rows if row[1] == "certified"], whole=every)
-        shown, few = certified.concise(["accuracy"]), SHOWN_FAILURES
-        pictures, drawn = [*drawn, *pictures], []
-    found = []
-    for c in comparisons:
-        adjusted = holm([paired.p for paired in c.classes.values()])
-        for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
-            found.append((paired.p, {"class": base.class_name(label), "run": c.run.name, **cells(paired, p)}))
-    ordered = [row for _, row in sorted(found, key=lambda pair: pair[0])]
-    table = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
-    classes = table.excerpt(table.rows[:few], "smallest p").concise([] if several else ["run"])
-    enough = len(one.classes) > 1 and one.certified.n >= FEW_PER_CLASS * len(one.classes)
-    return [
-        Section("paired", title, (), pictures, [shown]),
-        Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=enough),
-    ]
-
-
-def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
-    """Curves; and what each strategy hides, on the first validation images found, by the checkpoints found."""
-    if not runs:
-        return []
-    rows: list[dict[str, Cell]] = [
-        {
-            "run": run.name,
-            "strategy": run.strategy,
-            "extra passes per image": run.search_passes,
-            "steps": run.losses[-1][0] if run.losses else 0,
-            "epochs": len(run.epochs),
-            "seconds": run.seconds,
-            "best epoch": run.best.epoch if run.best else None,
-            "undefended": run.best.undefended if run.best else None,
-            "certified": run.best.certified if run.best else None,
-            "certified by": "{} ({})".format(*validated_with(run)),
-            "best epoch chosen on": run.selected_on,
-        }
-        for run in runs
-    ]
-    table = Table.of("training", "Training", rows, [VALIDATED]).concise()
-    sections = [Section("training", "Training", pictures=_plots.training_pictures(runs), tables=[table])]
-    source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
-    classifiers = {}
-    for run in runs if source else ():
-        if run.mask_patch == "3%" and run.strategy in STRATEGIES:
-            with suppress(PatchproofError, OSError):
-                classifier = load_checkpoint(run.folder / "checkpoint-last").eval()
-                classifiers[_plots.line_name(run)] = run.strategy, classifier
-    if source is not None and classifiers:
-        with suppress(PatchproofError):  # e.g. weights for other classes than the first run's images have
-            picture = worst_masks(classifiers, source, seed=0)
-            sections.append(Section("worst-masks", "What each strategy hides", [WORST], [picture], wide=True))
-    return sections
+    # For each run the accuracies as points on a line; the band from certified to attacked holds robust accuracy.
+    title = f"Bounds on robust accuracy, n = {numbers(len(run.attacks) for run in chosen)}"
+    alt = f"{title}: five accuracies with 95% intervals; a band holds what is robust."
+    with drawing("attacked", title, alt, height=1.9 + 0.6 * len(chosen)) as (picture, axes):
+        for place, rates in enumerate(found):
+            if "attacked" in rates:
+                low, high = 100 * rates["certified"].rate, 100 * rates["attacked"].rate
+                axes.fill_betweenx([place - 0.34, place + 0.34], low, high, color=COLOURS[0], alpha=0.18, linewidth=0)
+        names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in chosen]
+        series = [(w, [rates.get(k) for rates in found], k.endswith("attacked")) for k, w in ATTACK_NAMES.items()]
+        dots(axes, names, series, step=0.12)
+        axes.set(xlabel="images (%)", xlim=(-2, 102))
+    return [Section("attacked", "Under attack", words, [picture], [table], cards)]

@@ -1,0 +1,164 @@
+"""Trainings: their curves, what each strategy hides from its own network, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+from torch.nn import functional
+
+from patchproof.data import ImageSource, iterate_batches, spread_indices
+from patchproof.defenses import DEFENSES
+from patchproof.masking import as_images, network
+from patchproof.models import ImageClassifier, load_checkpoint, match_labels
+from patchproof.report._figures import COLOURS, LINES, Picture, drawing, error_line, numbers, percent_axis, styled
+from patchproof.report._gallery import to_bytes
+from patchproof.report._tables import Cell, Section, Table
+from patchproof.runs import StoredTraining, find_images, preprocessing_for
+from patchproof.runs._reading import class_words, printable, shortened, shortened_name
+from patchproof.training import STRATEGIES, masking_strategy
+from patchproof.types import InputError, PatchproofError
+
+POINTS = 120
+"""Points of a loss curve; each is the mean over neighbouring steps."""
+
+COLUMNS = 6
+SHADE = (0.84, 0.37, 0.0)
+"""Vermilion; it reads as dark grey in black and white."""
+
+STRIP_SIDE = 112
+MOST_PASSES = 100
+"""A strategy that takes more passes per image is left out: a page should not take minutes."""
+
+WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
+VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
+
+
+def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
+    """Curves; and what each strategy hides, on the first validation images found, by the checkpoints found."""
+    if not runs:
+        return []
+    rows: list[dict[str, Cell]] = [
+        {
+            "run": run.name,
+            "strategy": run.strategy,
+            "extra passes per image": run.search_passes,
+            "steps": run.losses[-1][0] if run.losses else 0,
+            "epochs": len(run.epochs),
+            "seconds": run.seconds,
+            "best epoch": run.best.epoch if run.best else None,
+            "undefended": run.best.undefended if run.best else None,
+            "certified": run.best.certified if run.best else None,
+            "certified by": "{} ({})".format(*validated_with(run)),
+            "best epoch chosen on": run.selected_on,
+        }
+        for run in runs
+    ]
+    table = Table.of("training", "Training", rows, [VALIDATED]).concise()
+    names = {run.folder: run.name if run.strategy in run.name else f"{run.name} ({run.strategy})" for run in runs}
+    names = {folder: shortened_name(name, 40) for folder, name in names.items()}
+    learned, validated, pictures = [run for run in runs if run.losses], [run for run in runs if run.epochs], []
+    if learned:
+        title = f"Training loss, n = {numbers(len(run.losses) for run in learned)} steps"
+        title += ", 80% of them in the band" * any(len(run.losses) > POINTS for run in learned)
+        with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
+            for number, run in enumerate(learned):
+                # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
+                groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
+                steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
+                low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
+                colour = COLOURS[number % len(COLOURS)]
+                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=names[run.folder])
+            axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        pictures.append(picture)
+    every = [rate for run in validated for epoch in run.epochs for rate in (epoch.certified, epoch.undefended)]
+    guarantees = ", ".join(sorted({validated_with(run)[1] for run in validated}))
+    for name in ("certified", "undefended") if validated else ():
+        title = f"Validation, {name}, n = {numbers(rate.n for rate in every)}"
+        alt, height = f"{title}: accuracy after each epoch, 95% intervals.", 3.0 + 0.16 * len(validated)
+        with drawing(f"validation-{name}", title, alt, height=height) as (picture, axes):
+            for number, run in enumerate(validated):
+                at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
+                error_line(axes, at, rates, label=names[run.folder], number=number, of=len(validated))
+            words = f"certified ({guarantees})" if name == "certified" else name
+            last = max(run.epochs[-1].epoch for run in validated)
+            axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
+            percent_axis(axes, every)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        pictures.append(picture)
+    sections = [Section("training", "Training", pictures=pictures, tables=[table])]
+    source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
+    if source is None:
+        return sections
+    classifiers = {}
+    for run in runs:
+        if run.mask_patch == "3%" and run.strategy in STRATEGIES:
+            with suppress(PatchproofError, OSError):
+                classifier = load_checkpoint(run.folder / "checkpoint-last").eval()
+                classifiers[names[run.folder]] = run.strategy, classifier
+    if classifiers:
+        with suppress(PatchproofError):  # e.g. weights for other classes than the first run's images have
+            picture = worst_masks(classifiers, source, seed=0)
+            sections.append(Section("worst-masks", "What each strategy hides", [WORST], [picture], wide=True))
+    return sections
+
+
+def validated_with(run: StoredTraining) -> tuple[str, str]:
+    """The defence that certified the validation images, in words, and its guarantee."""
+    name = str(run.manifest["identity"]["plan"].get("validate_with") or "patchcleanser")
+    words = "double masking with 3×3 masks" if name == "patchcleanser" else printable(name)
+    return words, DEFENSES[name].kind.guarantee if name in DEFENSES else "unknown guarantee"
+
+
+def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: ImageSource, *, seed: int) -> Picture:
+    """The paper's illustration: a row for each copy that each strategy trains on, masked by the classifier it trained,
+    with answer and loss below.
+
+    `classifiers` are name -> (strategy, classifier); those of another input size than the first are left out.
+    """
+    size = next(iter(classifiers.values()))[1].input_size
+    strips: list[tuple[str, Float[Tensor, "b c h w"], list[str]]] = []  # title, images, a caption below each
+    for name, (strategy, classifier) in classifiers.items():
+        if classifier.input_size != size or len(classifier.fill) != 3:
+            continue
+        how, indices = preprocessing_for(classifier, source.low_resolution, size), spread_indices(source, COLUMNS)
+        (batch,) = iterate_batches(source, how, indices, batch_size=COLUMNS, skip_bad=True)
+        images = as_images(batch.images, "cpu")
+        labels = torch.tensor(match_labels(source.class_names, classifier, source.name))[batch.labels]
+        words = class_words(dict(enumerate(classifier.class_names or source.class_names)))
+        if not strips:
+            strips.append(("image", images, [shortened(words[label], 22) for label in labels.tolist()]))
+        choose = masking_strategy(strategy, image_size=size, generator=torch.Generator().manual_seed(seed))
+        keep = choose(classifier, images, labels) if choose.forwards + choose.backwards <= MOST_PASSES else ()
+        for number, visible in enumerate(keep, start=1):
+            logits = network(classifier)(images, visible)
+            losses = functional.cross_entropy(logits, labels, reduction="none").tolist()
+            answers = [shortened(words[label], 22) for label in logits.argmax(dim=1).tolist()]
+            captions = [f"{answer}\n{loss:.2f}" for answer, loss in zip(answers, losses, strict=True)]
+            shaded = torch.where(visible, images, torch.tensor(SHADE)[:, None, None])
+            strips.append((f"{name} {number}" if len(keep) > 1 else name, shaded, captions))
+    if not strips:
+        raise InputError("none of the classifiers takes colour images, so what they were trained on cannot be shown")
+    count = len(strips[0][2])
+    with styled():
+        figure = Figure(figsize=(1.25 * count + 0.3, 1.5 * len(strips) + 0.3), layout="constrained")
+        grid = figure.subplots(len(strips), count, squeeze=False)
+        for row, (name, images, captions) in zip(grid, strips, strict=True):
+            row[0].set_ylabel(shortened_name(printable(name), 24), fontsize=8)
+            if max(images.shape[2:]) > STRIP_SIDE:
+                images = functional.interpolate(images, size=(STRIP_SIDE,) * 2, mode="bilinear", antialias=True)
+            for axes, image, caption in zip(row, images, captions, strict=True):
+                axes.imshow(to_bytes(image), interpolation="none")
+                axes.set_xlabel(caption, fontsize=6.5)
+                axes.set(xticks=[], yticks=[])
+        title = f"What each strategy hides from its own network, n = {count} images"
+        figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
+        return Picture("worst-masks", title, f"{title}, with the network's answer and its loss below each.", figure)
