@@ -124,8 +124,8 @@ def known_weights(model: str) -> str | None:
 def replace_head(
     classifier: ImageClassifier, num_classes: int, class_names: Sequence[str] | None, *, seed: int
 ) -> ImageClassifier:
-    """A copy of the classifier with a last layer for other classes: a fresh one drawn from `seed`, or where it knows all
-    of them by name, what it has for them."""
+    """A copy of the classifier with a last layer for other classes: a fresh one drawn from `seed`, or where it knows
+    all of them by name, what it has for them."""
     module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
         raise InputError(

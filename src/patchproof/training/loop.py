@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -294,10 +295,10 @@ class StepLoss(nn.Module):
         super().__init__()
         self.classifier, self.masked = classifier, masked
         self.plan, self.loss, self.teacher = plan, loss, teacher
-        self.compiled = loss
-        if loss is not None and plan.compile:
-            # Random numbers are those it draws without.
-            self.compiled = torch.compile(loss.__call__, dynamic=False, options={"fallback_random": True})
+        self.of_whole_batch: Any = loss
+        if plan.compile and loss is not None and isinstance(plan.loss, str):
+            drawn_as_ever: Any = {"fallback_random": True}
+            self.of_whole_batch = torch.compile(cast(Any, loss).__call__, dynamic=False, options=drawn_as_ever)
 
     def forward(
         self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
@@ -313,7 +314,7 @@ class StepLoss(nn.Module):
                 teacher=self.teacher,
                 teacher_weight=self.plan.teacher_weight,
             )
-        loss = self.compiled if len(images) == self.plan.batch_size else self.loss  # not again for a short last batch
+        loss: Any = self.of_whole_batch if len(images) == self.plan.batch_size else self.loss
         mean = loss(self.classifier, images, labels, progress)
         return mean, mean.detach().expand(keep.shape[:2])
 

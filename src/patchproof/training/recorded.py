@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,8 @@ from patchproof.types import CheckError
 
 
 class RecordedPass(MaskedForward):
-    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the first
-    whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
+    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the
+    first whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
 
     Compiled, a large batch moves less memory; recorded, a small one does not wait for Python to launch its kernels.
     """
@@ -49,6 +50,8 @@ class RecordedPass(MaskedForward):
         # Gradients are recorded on a stream of their own, which torch would warn of at every training.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         network.compile(dynamic=False, options={"fallback_random": True})  # dropout as without
+        gc.collect()
+        gc.disable()  # an older recording that is collected during this one would end it
         try:
             with COPYING, torch.random.fork_rng(devices=[images.device]), mixed:
                 self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]
@@ -62,6 +65,7 @@ class RecordedPass(MaskedForward):
                 "compile=False"
             ) from error
         finally:
+            gc.enable()
             network._compiled_call_impl = None
         for buffer, value in buffers:
             buffer.copy_(value)
