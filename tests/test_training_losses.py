@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -111,7 +114,7 @@ def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(bl
     margins = [slow_margins(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
     threat = pp.PatchThreat((10, 10), THREAT.patch_sizes)
     for sharpness in (8.0, 1e5):
-        loss = BagCertHinge(threat, target=0.3, sharpness=sharpness)(classifier, images, labels, 0.5)
+        loss = BagCertHinge.of(classifier, threat, target=0.3, sharpness=sharpness)(classifier, images, labels, 0.5)
         smooth = [torch.tensor([0.0, *(0.3 - m for m in every)]).mul(sharpness).logsumexp(0) for every in margins]
         assert loss.item() == pytest.approx(sum(map(float, smooth)) / 2 / sharpness, abs=1e-5)
     assert loss.item() == pytest.approx(sum(max(0, 0.3 - min(every)) for every in margins) / 2, abs=1e-4), "the hinge"
@@ -224,3 +227,29 @@ def test_a_run_whose_loss_knows_its_progress_cannot_go_on_longer(tmp_path):
         words = "cannot go on to 2 epochs: with a loss that knows its progress the 2 steps done depend on"
         with nullcontext() if epochs == 1 else pytest.raises(CheckError, match=words):
             pp.train(classifier, source(), dataclasses.replace(plan, epochs=epochs), folder=tmp_path, resume=resume)
+
+
+COMPILED = """
+import json, sys, torch
+import patchproof as pp
+from patchproof.models import load_classifier
+name, loss = sys.argv[1:]
+images = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+data = [(image, number % 2) for number, image in enumerate(images)]
+for compiled in (False, True):
+    classifier = load_classifier(name, "random", num_classes=2, input_size=(16, 16), seed=0)
+    options = dict(mask_patch="3px", epochs=2, batch_size=16, learning_rate=0.001, optimizer="adamw", compile=compiled)
+    losses = []
+    plan = pp.Plan(strategy="none", loss=loss, **options)
+    pp.train(classifier, data, plan, on_step=lambda report: losses.append(report.loss))
+    print(json.dumps(losses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "loss"), [("bagnet5", "bagcert"), ("cnn_ibp", "ibp")])
+def test_a_compiled_loss_is_the_loss(name, loss):
+    """Whole batches and a short one; in a process of its own, so that no compiler traces the tests' checks."""
+    done = subprocess.run([sys.executable, "-c", COMPILED, name, loss], check=True, capture_output=True, text=True)
+    plain, compiled = map(json.loads, done.stdout.splitlines())
+    assert compiled == pytest.approx(plain, rel=0.02)  # a step at zero makes much of a last digit

@@ -14,14 +14,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat, receptive_windows
+from patchproof.geometry import PatchThreat, Windows, receptive_windows
+from patchproof.masking import evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
 from patchproof.types import InputError
 
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
-
-known_windows = torch.compiler.disable(receptive_windows)
-"""They are remembered: a compiled loss asks for them, and does not compute them in every step."""
 
 
 def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
@@ -43,9 +41,18 @@ class BagCertHinge:
     network learns far more slowly: one class of each image then gets a gradient (docs/decisions/0011-evidence.md).
     """
 
-    threat: PatchThreat
+    windows: Windows
+    """A(p) for the cells of the classifier."""
     target: float = 0.45
     sharpness: float = 10.0
+
+    @classmethod
+    def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertHinge:
+        blank = classifier.mean.new_zeros(1, len(classifier.shift), *classifier.input_size)
+        with torch.no_grad(), evaluating(classifier):
+            rows, columns = classifier.local_logits(blank).shape[2:]
+        field = classifier.receptive_field
+        return cls(receptive_windows(threat, (rows, columns), field, blank.device), **options)
 
     def __call__(
         self,
@@ -56,18 +63,15 @@ class BagCertHinge:
     ) -> Float[Tensor, ""]:
         scores = step_scores(classifier.local_logits(images).float())
         with torch.autocast(images.device.type, enabled=False):  # sums of steps are exact in float32
-            missing = self.target - self.margins(scores, labels, classifier.receptive_field)
+            missing = self.target - self.margins(scores, labels)
             none = missing.new_zeros(len(missing), 1)
             return (self.sharpness * torch.cat([none, missing], dim=1)).logsumexp(dim=1).mean() / self.sharpness
 
     def margins(
-        self,
-        scores: Float[Tensor, "b classes rows columns"],
-        labels: Int64[Tensor, " b"],
-        field: tuple[int, int, int],
+        self, scores: Float[Tensor, "b classes rows columns"], labels: Int64[Tensor, " b"]
     ) -> Float[Tensor, "b classes"]:
         """m_c / number of cells; ∞ for the label."""
-        windows = known_windows(self.threat, (scores.shape[2], scores.shape[3]), field, scores.device)
+        windows = self.windows.to(scores.device)
         every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
         lead = cells[every, labels][:, None] - cells
         margins = (windows.outside(lead) - windows.sizes).amin(dim=2) / cells.shape[2]
@@ -131,7 +135,7 @@ def bagcert(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
         raise InputError(
             f"loss `bagcert` needs a network with local logits, e.g. bagnet5, not {classifier.architecture}"
         )
-    return BagCertHinge(threat)
+    return BagCertHinge.of(classifier, threat)
 
 
 def interval(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
