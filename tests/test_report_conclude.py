@@ -144,17 +144,34 @@ def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, 
     steps = conclude_several(traced, traced[0], compare(first, second), {}, {}).steps
     assert any(text.startswith("Train longer") for text in steps)
     assert not any("instead of cutout" in text for text in steps)
+    for weights, tried in (("aa", True), ("bb", False)):
+        finer = manifest(count=300, per_axis=6, **{"identity.weights_sha256": weights})
+        six = write_run(tmp_path / weights, finer, worse)
+        assert any(text.startswith("Try 6×6") for text in build_report([runs[0], six]).conclusion.steps) != tried
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"identity.data_sha256": "ee"}, "it is about other images"), (detection(), "its certificates are detection")],
+    [
+        ({"identity.data_sha256": "ee"}, "it is about other images"),
+        (detection(), "its certificates are detection"),
+        ({"patch": 2}, "its certificates are about 2×2 px (0.5%), the baseline's about 5×5 px (3.2%)"),
+        ({"side": 64, "patch": 12}, "its certificates are about 12×12 px (3.5%), the baseline's"),
+        ({"identity.defense.patches": 2}, "its certificates are about two patches of 5×5 px (3.2%), the baseline's"),
+        ({"config.threat_space": "native"}, "its certificates are about 5×5 px (3.2%), footprint of 5px native, the"),
+    ],
 )
 def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_path, changes, words):
-    other = write_run(tmp_path / "other", manifest(count=300, **changes), random_records(300, seed=1))
+    """Another patch is another claim; the same share of a larger input is the same one."""
+    best = [replace(r, defended=True, certified=True) for r in random_records(300)]
+    other = write_run(tmp_path / "other", manifest(count=300, **changes), best)
     report = build_report([runs[0], other])
     assert "paired" not in {table.key for table in report.tables}
     assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
+    assert not any(text.startswith(("Best", "Go on", "Keep")) for text in report.conclusion.verdict)
+    assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.steps)
+    large = write_run(tmp_path / "large", manifest(count=300, side=56, patch=10), best)
+    assert build_report([runs[0], large]).conclusion.steps[0] == "Go on with large."
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
     (table,) = (table for table in build_report([runs[0], half]).tables if table.key == "paired")
     assert {row[2] for row in table.rows} == {150}

@@ -132,14 +132,15 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
         names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}
         named = ", ".join(f"{kind} ({shortened(', '.join(found), 60)})" for kind, found in names.items())
         notices.append(f"mixed: {named}; certified detection and certified recovery are not comparable")
+    if len({run.threat for run in runs}) > 1:
+        patches = shortened("; ".join(dict.fromkeys(run.patch_words for run in runs)), 120)
+        notices.append(f"mixed: the runs are about different patches, their certificates different claims: {patches}")
     if len({run.data_sha256 for run in runs}) > 1:
         sets = ", ".join(sorted({run.dataset for run in runs}))
         return [*notices, f"mixed: the runs are not about the same images ({sets}); compare only within a data set"]
     if len({frozenset(record.index for record in run.good) for run in runs}) > 1:
         counts = ", ".join(sorted({f"{one.certified.n:,}" for one in traced}))
         notices.append(f"mixed: the runs cover different images of the same data set (n = {counts})")
-    if len({run.native for run in runs}) > 1:
-        notices.append("mixed: some patches are measured on the original image, others at the network input")
     return notices
 
 

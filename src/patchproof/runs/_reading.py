@@ -116,6 +116,15 @@ class StoredCertification(_Stored):
         return 100 * max(h * w for h, w in self.patch_sizes) / (self.image_size[0] * self.image_size[1])
 
     @property
+    def threat(self) -> tuple[object, ...]:
+        """What its certificates are about, apart from the input's resolution: number of patches, threat space, and the
+        sizes, as shares of the input's height and width, or as they were asked for on the original image."""
+        if self.native:
+            return self.patches, self.native, self.config.get("patch")
+        height, width = self.image_size or (1, 1)
+        return self.patches, self.native, frozenset((h / height, w / width) for h, w in self.patch_sizes)
+
+    @property
     def patch_words(self) -> str:
         if self.patch_percent is None:
             return "unknown size"
