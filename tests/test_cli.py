@@ -152,7 +152,7 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
     name, *numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
     assert name == folder.removeprefix("runs/")
     words = " ".join(line.strip() for line in numbers)
-    what = r"what certify, patchcleanser, 3×3 masks, 5×5 px \(3.2%\)"
+    what = r"what certify small \(\S+…\S+checkpoint\) on photos \(all\), patchcleanser, 3×3 masks, 5×5 px \(3.2%\)"
     assert re.fullmatch(what + r" · n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · status partial", words)
     assert all(len(line) <= 80 for line in numbers)
     for file in ("records.jsonl", "records.crc", "results.json"):

@@ -45,6 +45,9 @@ class _Stored:
     name: str
     folder: Path
     manifest: Mapping[str, Any]
+    about: str
+    """`small (runs/plain/checkpoint-last) on fashion-mini (test)`: the network, with the weights that the command line
+    names, and the images that it was certified on or learned from."""
     weights_sha256: str | None
     seconds: float | None
     notices: tuple[str, ...]
@@ -236,6 +239,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         name=name,
         folder=folder,
         manifest=manifest,
+        about=_about(manifest, identity.get("architecture") or "no classifier", data),
         records=records,
         class_names=class_words(dict(enumerate(model.get("class_names") or classes))),
         seconds=_seconds((results or {}).get("cost")),
@@ -322,7 +326,8 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         lost = count_words(done - len(losses), "step is", "steps are")
         notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
     identity = manifest["identity"]
-    validation: Any = (manifest.get("data") or {}).get("validation")
+    data = manifest.get("data") or {}
+    validation, learned_from = data.get("validation"), data.get("train") or {"name": "unknown images"}
     selected_on = None if validation is None else printable(f"{validation['name']}, split {validation['split']}")
     notices += [printable(str(remark)) for remark in manifest.get("remarks") or ()]
     passes: list[Any] = [(manifest.get("search") or {}).get(kind) for kind in ("forwards", "backwards")]
@@ -330,6 +335,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         name=name,
         folder=folder,
         manifest=manifest,
+        about=_about(manifest, (manifest.get("model") or {}).get("architecture") or "unknown network", learned_from),
         losses=tuple(sorted(losses.items())),
         epochs=tuple(epochs[number] for number in sorted(epochs)),
         strategy=printable(identity["plan"]["strategy"]),
@@ -340,6 +346,12 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         seconds=_seconds(results),
         notices=tuple(notices),
     )
+
+
+def _about(manifest: Mapping[str, Any], architecture: str, data: Mapping[str, Any]) -> str:
+    weights, split = (manifest.get("config") or {}).get("weights"), data.get("split")
+    network = f"{architecture} ({shortened_name(str(weights), 40)})" if weights else architecture
+    return printable(f"{network} on {data['name']}" + f" ({split})" * bool(split))
 
 
 def _goes_on(folder: Path) -> str:
