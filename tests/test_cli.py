@@ -578,6 +578,15 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     words = f"answers one class nearly always, {CLASSES[1]}: it is right on 4 of 4 images of it and on 0 of"
     assert certify("--dataset", photos, "--weights", "constant", "--output", "r") == 0
     assert words in " ".join(capsys.readouterr().out.split())
+    shutil.copytree(photos, "val")
+    Path("val", CLASSES[0], "0.png").unlink()
+    plan = "--strategy none --learning-rate 1e-9 --epochs 1 --batch-size 6 --validation val --output t".split()
+    assert run(["train", "--dataset", str(photos), "--weights", "constant", *plan]) == 0
+    assert "note: the network answers one class nearly always" in capsys.readouterr().out
+    assert run(["ls", "runs", ".", "--json"]) == 0
+    rows = {row["run"]: row["status"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["r"] == "complete; one class"
+    assert rows["t"].endswith("; one class")
     for other in (CLASSES[0], CLASSES[2]):
         shutil.rmtree(photos / other)
     assert certify("--dataset", photos, "--weights", "constant", "--output", "only") == 0

@@ -147,6 +147,8 @@ class StoredEpoch:
     step: int
     undefended: Rate
     certified: Rate
+    one_class: bool = False
+    """Does the network answer one class nearly always? Earlier runs do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,10 +370,11 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
 
 
 def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
-    found = [Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")]
-    if not all(0 <= rate.k <= rate.n for rate in found):
+    found = {name: Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")}
+    if not all(0 <= rate.k <= rate.n for rate in found.values()):
         raise ValueError("not k of n")
-    return StoredEpoch(index(values["epoch"]), index(values["step"]), *found)
+    one_class = values.get("one_class") is True
+    return StoredEpoch(index(values["epoch"]), index(values["step"]), **found, one_class=one_class)
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
