@@ -580,8 +580,8 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     assert words in " ".join(capsys.readouterr().out.split())
     shutil.copytree(photos, "val")
     Path("val", CLASSES[0], "0.png").unlink()
-    plan = "--strategy none --learning-rate 1e-9 --epochs 1 --batch-size 6 --validation val --output t".split()
-    assert run(["train", "--dataset", str(photos), "--weights", "constant", *plan]) == 0
+    plan = ["--strategy", "none", "--learning-rate", "1e-9", "--epochs", "1", "--batch-size", "6", "--output", "t"]
+    assert run(["train", "--dataset", str(photos), "--validation", "val", "--weights", "constant", *plan]) == 0
     assert "note: the network answers one class nearly always" in capsys.readouterr().out
     assert run(["ls", "runs", ".", "--json"]) == 0
     rows = {row["run"]: row["status"] for row in json.loads(capsys.readouterr().out)}

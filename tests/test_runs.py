@@ -371,7 +371,8 @@ def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     assert told == ["running (no validation); partial: 1 of 2 steps are done; it is running"]
     assert row("t")["status"].startswith("stopped (no validation); partial: 1 of 2 steps")
     pp.train(plain_network(), PICTURES, plan, folder=tmp_path / "u")
-    assert (row("u")["what"], row("u")["status"]) == ("train Sequential on images (all), none", "trained (no validation)")
+    assert row("u")["what"] == "train Sequential on images (all), none"
+    assert row("u")["status"] == "trained (no validation)"
 
 
 def test_the_first_answers_do_not_wait_for_all():
