@@ -152,7 +152,7 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
     name, *numbers = capsys.readouterr().out.splitlines()  # too wide for a table: no name is broken
     assert name == folder.removeprefix("runs/")
     words = " ".join(line.strip() for line in numbers)
-    what = r"what certify, patchcleanser, 3×3 masks, 5×5 px \(3.2%\)"
+    what = r"what certify small \(\S+…\S+checkpoint\) on photos \(all\), patchcleanser, 3×3 masks, 5×5 px \(3.2%\)"
     assert re.fullmatch(what + r" · n 3 · undefended [\d.]+% · .* · 95% interval [\d.–]+% · status partial", words)
     assert all(len(line) <= 80 for line in numbers)
     for file in ("records.jsonl", "records.crc", "results.json"):
@@ -578,6 +578,15 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     words = f"answers one class nearly always, {CLASSES[1]}: it is right on 4 of 4 images of it and on 0 of"
     assert certify("--dataset", photos, "--weights", "constant", "--output", "r") == 0
     assert words in " ".join(capsys.readouterr().out.split())
+    shutil.copytree(photos, "val")
+    Path("val", CLASSES[0], "0.png").unlink()
+    plan = ["--strategy", "none", "--learning-rate", "1e-9", "--epochs", "1", "--batch-size", "6", "--output", "t"]
+    assert run(["train", "--dataset", str(photos), "--validation", "val", "--weights", "constant", *plan]) == 0
+    assert "note: the network answers one class nearly always" in capsys.readouterr().out
+    assert run(["ls", "runs", ".", "--json"]) == 0
+    rows = {row["run"]: row["status"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["r"] == "complete; one class"
+    assert rows["t"].endswith("; one class")
     for other in (CLASSES[0], CLASSES[2]):
         shutil.rmtree(photos / other)
     assert certify("--dataset", photos, "--weights", "constant", "--output", "only") == 0

@@ -648,9 +648,16 @@ def test_ls_counts_the_records_and_says_what_contradicts_them(folder, tmp_path, 
     train = write_training(folder.parent / "t", epochs=2)
     said = {"epoch": 1, "step": 10, "undefended": {"k": 50, "n": 50}, "certified": {"k": 50, "n": 50}}
     (train / "results.json").write_text(json.dumps({"status": "complete", "seconds": 3.5, "epochs": [said]}))
+    single = [replace(r, undefended=r.label == 0, certified=r.label == 0, defended=True) for r in random_records(90)]
+    write_run(folder.parent / "one", manifest(count=90), single)
     assert command(["ls", "runs", str(folder.parent), "--json"]) == 0
     rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     counted = read_run(folder).rates["certified"]
-    assert rows[folder.name]["certified"] == f"{100 * counted.rate:.1f}%"
+    assert rows[folder.name]["certified"] == counted.as_dict()
+    assert rows["t"]["certified"]["k"] == 20
+    assert rows["t"]["defended"] is None
+    assert rows["one"]["what"] == "certify small (random) on pets (all), patchcleanser, 3×3 masks, 5×5 px (3.2%)"
+    assert rows["one"]["status"] == "complete; one class"
+    assert "one class" not in rows[folder.name]["status"]
     assert "results.json contradicts the records" in rows[folder.name]["status"]
     assert "results.json and log.jsonl contradict each other about epoch 1" in rows["t"]["status"]

@@ -122,9 +122,18 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
     assert report.conclusion.verdict[0] == "No run certifies clearly more images than the baseline better."
     unclear = build_report([runs[0], runs[2]]).conclusion
     assert any("no clear difference between chance and plain" in text for text in unclear.verdict)
-    assert any(
-        "images show it four times in five (now 300, and the data set has 300)." in text for text in unclear.steps
+    needed = "images would be needed to show the difference from plain (chance 80%); the data set has 300."
+    assert any(text.startswith("chance: about ") and text.endswith(needed) for text in unclear.steps)
+    assert "two best" not in "".join([*report.conclusion.verdict, *build_report(runs).conclusion.verdict])
+    best = [replace(r, certified=bool(r.defended)) for r in random_records(300)]
+    three = build_report([*runs, write_run(tmp_path / "best", manifest(count=300), best)]).conclusion.verdict
+    assert any(text.startswith("Certified, the two best: best is") and "above better" in text for text in three)
+    few = build_report([*runs, write_run(tmp_path / "few", manifest(count=300), random_records(14))])
+    pages, files = (
+        {row[1] for table in tables if table.key == "paired-classes" for row in table.rows}
+        for tables in ([table for section in few.sections for table in section.tables], few.tables)
     )
+    assert (pages, files) == ({"better", "chance"}, {"better", "chance", "few"}), "14 images of 3 classes are too few"
     with pytest.raises(InputError, match="baseline must be one of the certifications in the report"):
         build_report(runs[:2], Options(baseline=tmp_path))
 
@@ -144,17 +153,34 @@ def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, 
     steps = conclude_several(traced, traced[0], compare(first, second), {}, {}).steps
     assert any(text.startswith("Train longer") for text in steps)
     assert not any("instead of cutout" in text for text in steps)
+    for weights, tried in (("aa", True), ("bb", False)):
+        finer = manifest(count=300, per_axis=6, **{"identity.weights_sha256": weights})
+        six = write_run(tmp_path / weights, finer, worse)
+        assert any(text.startswith("Try 6×6") for text in build_report([runs[0], six]).conclusion.steps) != tried
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"identity.data_sha256": "ee"}, "it is about other images"), (detection(), "its certificates are detection")],
+    [
+        ({"identity.data_sha256": "ee"}, "it is about other images"),
+        (detection(), "its certificates are detection"),
+        ({"patch": 2}, "its certificates are about 2×2 px (0.5%), the baseline's about 5×5 px (3.2%)"),
+        ({"side": 64, "patch": 12}, "its certificates are about 12×12 px (3.5%), the baseline's"),
+        ({"identity.defense.patches": 2}, "its certificates are about two patches of 5×5 px (3.2%), the baseline's"),
+        ({"config.threat_space": "native"}, "its certificates are about 5×5 px (3.2%), footprint of 5px native, the"),
+    ],
 )
 def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_path, changes, words):
-    other = write_run(tmp_path / "other", manifest(count=300, **changes), random_records(300, seed=1))
+    """Another patch is another claim; the same share of a larger input is the same one."""
+    best = [replace(r, defended=True, certified=True) for r in random_records(300)]
+    other = write_run(tmp_path / "other", manifest(count=300, **changes), best)
     report = build_report([runs[0], other])
     assert "paired" not in {table.key for table in report.tables}
     assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
+    assert not any(text.startswith(("Best", "Go on", "Keep")) for text in report.conclusion.verdict)
+    assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.steps)
+    large = write_run(tmp_path / "large", manifest(count=300, side=56, patch=10), best)
+    assert build_report([runs[0], large]).conclusion.steps[0] == "Go on with large."
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
     (table,) = (table for table in build_report([runs[0], half]).tables if table.key == "paired")
     assert {row[2] for row in table.rows} == {150}
@@ -265,6 +291,13 @@ def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
     assert [step.split(" until")[0] for step in found.steps] == ["Train the classifier"]
     several = build_report([write_run(tmp_path / "a", manifest(count=24), failing(24)), tmp_path / "one"])
     assert several.conclusion.verdict[0].startswith("one: The network answers one class nearly always")
+    none = write_run(tmp_path / "none", manifest(count=24), [replace(r, certified=False) for r in failing(24)])
+    chosen = build_report([none, tmp_path / "one"]).conclusion
+    assert "No run that tells the classes apart certifies clearly more images than the baseline none." in chosen.verdict
+    assert "Keep none: no other is clearly better." in chosen.steps
+    assert not any(text.startswith("Train the classifier") for text in chosen.steps)
+    for conclusion in (chosen, build_report([tmp_path / "one", none]).conclusion):
+        assert not any("with one" in text or "Keep one" in text for text in conclusion.steps)
     for name, records in {"mixed": failing(24), "few": one[:9]}.items():
         assert "one class" not in "".join(concluded(tmp_path / name, records).verdict)
 

@@ -388,8 +388,11 @@ def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
     assert mixed_notices([one, others]) == [
         "mixed: the runs are not about the same images (pets, plants); compare only within a data set"
     ]
-    native = traced(tmp_path, "rand", **{"config.threat_space": "native"})
-    assert mixed_notices([one, native])[0].startswith("mixed: some patches are measured on the original image")
+    native, small = traced(tmp_path, "rand", **{"config.threat_space": "native"}), traced(tmp_path, "rand", patch=2)
+    assert mixed_notices([one, native, small]) == [
+        "mixed: the runs are about different patches, their certificates different claims: 5×5 px (3.2%); "
+        "5×5 px (3.2%), footprint of 5px native; 2×2 px (0.5%)"
+    ]
     report = build_report([one.run.folder, others.run.folder])
     assert report.notices[0]["text"].startswith("mixed: the runs are not about the same images")
 

@@ -16,8 +16,7 @@ from torch import nn
 
 import patchproof as pp
 from patchproof.attacks import AttackPlan
-from patchproof.cli._show import table_values
-from patchproof.cli.ls import runs_table
+from patchproof.cli.ls import run_values, runs_below
 from patchproof.data import open_dataset
 from patchproof.runs import Record, measure_on_generated, read_run
 from patchproof.runs.executors import InProcess
@@ -343,7 +342,7 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
 
 def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     def row(name):
-        return next(row for row in table_values(runs_table(tmp_path)) if row["run"] == name)
+        return next(run_values(row) for row in runs_below(tmp_path) if row.run == name)
 
     def look(record):
         seen.append(row("r")["status"])
@@ -359,7 +358,7 @@ def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     assert row("r")["status"] == "stopped; 1 of 20 done"
     plan = pp.AttackPlan(steps=1, restarts=1, places=1)
     found = pp.attack(double_masking(), PICTURES, plan, folder=tmp_path / "a", limit=2)
-    assert row("a")["what"].startswith("attack, patchcleanser, 3×3 masks, ")
+    assert row("a")["what"].startswith("attack Sequential on images (all), patchcleanser, 3×3 masks, ")
     assert row("a")["status"] == f"partial, attacked {100 * found.attacked.rate:.1f}%"
 
     def stop(report):
@@ -372,7 +371,8 @@ def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     assert told == ["running (no validation); partial: 1 of 2 steps are done; it is running"]
     assert row("t")["status"].startswith("stopped (no validation); partial: 1 of 2 steps")
     pp.train(plain_network(), PICTURES, plan, folder=tmp_path / "u")
-    assert (row("u")["what"], row("u")["status"]) == ("train, none", "trained (no validation)")
+    assert row("u")["what"] == "train Sequential on images (all), none"
+    assert row("u")["status"] == "trained (no validation)"
 
 
 def test_the_first_answers_do_not_wait_for_all():

@@ -310,6 +310,9 @@ def train(settings: TrainSettings) -> int:
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
             f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})"
         )
+        if best.get("one_class"):  # a training begun by an earlier version does not say
+            note = "the network answers one class nearly always, so these rates say nothing about recognition"
+            console.print(f"[yellow]note:[/] {note}", soft_wrap=True, highlight=False)
         console.print(f"checkpoints and log: {escape(str(found.folder))}", soft_wrap=True)
     if settings.recipe and found.folder is not None:
         certify_recipe(settings, found.folder, console)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +16,7 @@ from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
 from patchproof.recipes import matching_recipes
-from patchproof.runs import ACCURACIES, StoredTraining, Tally, read_run
+from patchproof.runs import ACCURACIES, Rate, StoredTraining, Tally, one_answer, read_run
 from patchproof.runs._folder import being_written
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
@@ -41,10 +43,15 @@ def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
         for name in () if settings.json else names:
             console.print(name, highlight=False, soft_wrap=True)
         return 0
+    if what == "runs":
+        found = runs_below(Path(pattern or "runs"))
+        if settings.json:
+            print_json(list(map(run_values, found)))
+        else:
+            print_table(console, runs_table(found))
+        return 0
     if what == "recipes":
         table = recipes_table(pattern)
-    elif what == "runs":
-        table = runs_table(Path(pattern or "runs"))
     else:
         title, rows = {
             "datasets": ("data set", {name: DATASET_WORDS[name] for name in DATASETS}),
@@ -56,8 +63,6 @@ def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
             table.add_row(*map(escape, row))
     if settings.json:
         print_json(table_values(table))
-    elif what == "runs":
-        print_table(console, table)
     else:
         console.print(table)
     return 0
@@ -91,39 +96,60 @@ def recipes_table(pattern: str) -> Table:
     return table
 
 
-def runs_table(root: Path) -> Table:
-    """One row per run: its three accuracies, counted from its records, and whether they cover the whole data set."""
+class RunRow(NamedTuple):
+    """A run's folder, what it measured, its accuracies counted from its records, and whether they cover the whole data
+    set."""
+
+    run: str
+    what: str
+    rates: Mapping[str, Rate]
+    status: str
+
+
+def runs_below(root: Path) -> list[RunRow]:
     if not root.is_dir():
         raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
+    folders = sorted(path.parent for path in root.rglob("manifest.json"))
+    return [RunRow(str(folder.relative_to(root)), *_run_facts(folder)) for folder in folders]
+
+
+def runs_table(rows: Iterable[RunRow]) -> Table:
     numbers = "n", *ACCURACIES, "95% interval"
     table = new_table("run", "what", *numbers, "status", numbers=numbers)
-    for folder in sorted(path.parent for path in root.rglob("manifest.json")):
-        table.add_row(escape(str(folder.relative_to(root))), *_run_row(folder))
+    for run, what, rates, status in rows:
+        certified = rates.get("certified")
+        counted = [percent(rates[name].rate) if name in rates and rates[name].n else "" for name in ACCURACIES]
+        interval = interval_text(certified) if certified and certified.n else ""
+        n = str(certified.n) if certified else ""
+        table.add_row(escape(run), escape(what), n, *counted, interval, escape(status))
     return table
 
 
-def _run_row(folder: Path) -> list[str]:
-    nothing = [""] * (len(ACCURACIES) + 2)
+def run_values(row: RunRow) -> dict[str, Any]:
+    """For programs: each accuracy as in results.json, null where the run has none."""
+    counted = {name: row.rates[name].as_dict() if name in row.rates else None for name in ACCURACIES}
+    return {"run": row.run, "what": row.what, **counted, "status": row.status}
+
+
+def _run_facts(folder: Path) -> tuple[str, Mapping[str, Rate], str]:
     try:
         run = read_run(folder)
     except PatchproofError as error:
-        return ["", *nothing, f"damaged: {escape(str(error))}"]
+        return "", {}, f"damaged: {error}"
     unfinished = "running" if being_written(folder) else "stopped"
     if isinstance(run, StoredTraining):
-        best, what = run.best, f"train, {escape(run.strategy)}"
+        best = run.best
         whole = (folder / "results.json").exists() and not any(notice.startswith("partial") for notice in run.notices)
         state = "trained" if whole else unfinished
-        status = escape("; ".join([f"{state} ({'no ' * (best is None)}validation)", *run.notices]))
-        if best is None:
-            return [what, *nothing, status]
-        rates = percent(best.undefended.rate), "", percent(best.certified.rate)
-        return [what, str(best.certified.n), *rates, interval_text(best.certified), status]
+        rates = {} if best is None else {"undefended": best.undefended, "certified": best.certified}
+        doubts = [*run.notices, *(["one class"] if best and best.one_class else [])]
+        status = "; ".join([f"{state} ({'no ' * (best is None)}validation)", *doubts])
+        return f"train {run.about}, {run.strategy}", rates, status
     masks = [run.masks_words] if run.masks else []
-    what = escape(", ".join([run.manifest["command"], run.defense, *masks, run.patch_words]))
-    counted = [percent(run.rates[name].rate) if name in run.rates and run.good else "" for name in ACCURACIES]
+    what = ", ".join([f"{run.manifest['command']} {run.about}", run.defense, *masks, run.patch_words])
     planned = run.planned or len(run.records)
     if not run.records and not (folder / "results.json").exists():
-        return [what, *nothing, f"{unfinished}; 0 of {planned} done"]
+        return what, {}, f"{unfinished}; 0 of {planned} done"
     status = "complete" if len(run.good) == run.available else "partial"
     if len(run.records) < planned:
         status = f"{unfinished}; {len(run.records)} of {planned} done"
@@ -133,6 +159,5 @@ def _run_row(folder: Path) -> list[str]:
     if attacked.n:
         status += f", attacked {percent(attacked.rate)}"
     doubts = [notice.partition(": ")[0] for notice in run.notices if not notice.startswith("partial")]
-    status = escape("; ".join([status, *doubts]))
-    certified = run.rates["certified"]
-    return [what, str(certified.n), *counted, interval_text(certified) if certified.n else "", status]
+    doubts += ["one class"] if one_answer(run.good) else []
+    return what, run.rates, "; ".join([status, *doubts])

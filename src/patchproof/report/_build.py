@@ -182,6 +182,6 @@ def build_report(folders: Sequence[Path], options: Options | None = None) -> Rep
         [{"run": name, "text": text} for name, text in said],
         tiles,
         [section for section in sections if section.shown],
-        [table.whole or table for section in sections for table in section.tables if table.rows],
+        [whole for section in sections for table in section.tables if (whole := table.whole or table).rows],
         conclusion,
     )

@@ -132,14 +132,15 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
         names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}
         named = ", ".join(f"{kind} ({shortened(', '.join(found), 60)})" for kind, found in names.items())
         notices.append(f"mixed: {named}; certified detection and certified recovery are not comparable")
+    if len({run.threat for run in runs}) > 1:
+        patches = shortened("; ".join(dict.fromkeys(run.patch_words for run in runs)), 120)
+        notices.append(f"mixed: the runs are about different patches, their certificates different claims: {patches}")
     if len({run.data_sha256 for run in runs}) > 1:
         sets = ", ".join(sorted({run.dataset for run in runs}))
         return [*notices, f"mixed: the runs are not about the same images ({sets}); compare only within a data set"]
     if len({frozenset(record.index for record in run.good) for run in runs}) > 1:
         counts = ", ".join(sorted({f"{one.certified.n:,}" for one in traced}))
         notices.append(f"mixed: the runs cover different images of the same data set (n = {counts})")
-    if len({run.native for run in runs}) > 1:
-        notices.append("mixed: some patches are measured on the original image, others at the network input")
     return notices
 
 
@@ -166,14 +167,14 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
     ]
     heading = f"Against {base.name}" if several else f"{one.run.name} against {base.name}"
     every = Table.of("paired", heading, rows, notes, digits=3)
-    by_label = []
+    by_label, enough = [], set[str]()
     for c in comparisons:
+        enough |= {c.run.name} if 1 < len(c.classes) <= c.certified.n / FEW_PER_CLASS else set()
         adjusted = holm([paired.p for paired in c.classes.values()])
         for (label, paired), p in zip(c.classes.items(), adjusted, strict=True):
             by_label.append((paired.p, {"class": base.class_name(label), "run": c.run.name, **cells(paired, p)}))
     ordered = [row for _, row in sorted(by_label, key=lambda pair: pair[0])]
     classes = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
-    enough = len(one.classes) > 1 and one.certified.n >= FEW_PER_CLASS * len(one.classes)
     if several:
         key, names = (
             "paired",
@@ -192,7 +193,9 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
         dots(axes, names, [("", found, False)])
         axes.set_xlabel("percentage points (right of 0: better)")
     left_out, few = ([], SHOWN_FAILURES) if several else (["run"], SHOWN_CLASSES)
-    classes = classes.excerpt(classes.rows[:few], "smallest p").concise(left_out)
+    counted = [row for row in classes.rows if row[1] in enough]
+    classes = classes.excerpt(counted[:few], f"smallest p, of runs with {FEW_PER_CLASS} images per class or more")
+    classes = classes.concise(left_out)
     if several:
         certified = replace(every, rows=[row for row in every.rows if row[1] == "certified"], whole=every)
         shown, pictures, drawn = certified.concise(["accuracy"]), [picture, *pictures], list[Picture]()
@@ -200,7 +203,7 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
         shown, drawn = every.concise(["run", "p, Holm"]), [picture] if 1 < len(one.classes) <= MOST_CLASSES else []
     return [
         Section("paired", heading, (), pictures, [shown]),
-        Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=enough),
+        Section("paired-classes", "By class, on the same images", (), drawn, [classes], shown=bool(enough)),
     ]
 
 

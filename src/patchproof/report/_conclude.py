@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from patchproof.geometry import PatchThreat, covering_masks, size_words
@@ -112,10 +112,10 @@ def one_answer_words(run: StoredCertification) -> str | None:
     return f"The network answers one class nearly always, {run.class_name(label)}: {facts}. The {share}."
 
 
-def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
+def conclude_one(one: TracedRun, beside: Sequence[TracedRun] = ()) -> Conclusion:
     """About one certification or attack: each finding with what a person can do about it, most urgent first.
 
-    `tried` are the strategies that it is compared with."""
+    What the runs `beside` it have tried is not recommended."""
     run, rate, steps = one.run, one.certified, unfinished(one.run)
     if not rate.n:
         return Conclusion([NOTHING], steps)
@@ -164,8 +164,10 @@ def conclude_one(one: TracedRun, tried: Collection[str] = ()) -> Conclusion:
             each = f"each hides {size_words(then)} pixels instead of {size_words(now)}"
             passes = f"{len(finer.unions):,} different masked copies per image instead of {len(run.masks.unions):,}"
             size = size_words((len(finer.axes[0]), len(finer.axes[1])))
-            steps += [f"Try {size} masks: {each}, for {passes}."] if then < now else []
-        strong = [name for name in (one.strategy or "", *tried) if name.startswith(STRONG)]
+            tried = {(other.run.weights_sha256, other.run.masks) for other in beside if other.run.threat == run.threat}
+            new = then < now and (run.weights_sha256, finer) not in tried
+            steps += [f"Try {size} masks: {each}, for {passes}."] if new else []
+        strong = [name for other in (one, *beside) if (name := other.strategy or "").startswith(STRONG)]
         instead = ", unless these weights were" if one.strategy is None else f" instead of {one.strategy}"
         advice = f"Train with the masking strategy {STRONG}{instead}: labels then change less under masks."
         if strong:
@@ -217,6 +219,7 @@ def conclude_several(
     Names in `unpaired` come with the reason, those in `twins` with the run that has the same weights and defence.
     """
     known, own = [one for one in traced if one.certified.n], base.run.name
+    single = {one.run.name: said for one in known if (said := one_answer_words(one.run))}
     if not known:
         return Conclusion([NOTHING])
     verdict, steps = [], [step for one in traced for step in unfinished(one.run)][:1]
@@ -235,33 +238,38 @@ def conclude_several(
             verdict.append(f"Defended, on clean images: {words['defended']}")
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
-    if len(ordered) > 1:
-        best, next_best = (c.run for c in ordered[:2])
+    rated = [c for c in ordered if c.run.name not in single]  # what is nearly one answer is not worth choosing
+    better = [c.run for c in rated if c in clear and c.certified.difference > 0]
+    above = [c.run for c in rated if c in clean and c not in clear and c.accuracies["defended"].difference > 0]
+    if len(better) > 1:
+        best, next_best = better[:2]
         words_best = difference(compare(next_best, best)[0].certified, best.name, next_best.name)
         verdict.append(f"Certified, the two best: {words_best}")
-    better = [c.run.name for c in clear if c.certified.difference > 0]
-    above = [c.run.name for c in clean if c not in clear and c.accuracies["defended"].difference > 0]
     if better:
-        verdict.insert(0, f"Best against the baseline {own}: {better[0]}.")
-        steps.append(f"Go on with {better[0]}.")
+        verdict.insert(0, f"Best against the baseline {own}: {better[0].name}.")
+        steps.append(f"Go on with {better[0].name}.")
     elif ordered:
-        verdict.insert(0, f"No run certifies clearly more images than the baseline {own}.")
+        apart = " that tells the classes apart" if len(rated) < len(ordered) else ""
+        verdict.insert(0, f"No run{apart} certifies clearly more images than the baseline {own}.")
         why = "clearly better on clean images, no clear difference in certificates"
-        steps.append(f"Go on with {above[0]}: {why}." if above else f"Keep {own}: no other is clearly better.")
-    for c in [c for c in ordered if c not in clear and c.certified.images_needed is not None][:1]:
-        needed, has = c.certified.images_needed or 0, c.run.available
-        room = f", and the data set has {has:,}" if needed > has else ""
-        steps.append(
-            f"{c.run.name}: if the difference is as large as it looks, about {needed:,} images show it four times in "
-            f"five (now {c.certified.n:,}{room})."
-        )
+        keep = [] if own in single else [f"Keep {own}: no other is clearly better."]
+        steps += [f"Go on with {above[0].name}: {why}."] if above else keep
+    unclear = [(c, c.certified.images_needed or 0) for c in rated if c not in clear]
+    for c, needed in [(c, needed) for c, needed in unclear if needed > c.certified.n][:1]:
+        has = c.run.available
+        room = f"the data set has {has:,}" if needed > has else f"{c.certified.n:,} of {has:,} are done"
+        shows = f"about {needed:,} images would be needed to show the difference from {own} (chance 80%)"
+        steps.append(f"{c.run.name}: {shows}; {room}.")
     verdict += [f"{name} is not compared with {own}: {reason}." for name, reason in list(unpaired.items())[:NAMED]]
     if any("other images" in reason for reason in unpaired.values()):
         steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
     attacked = [one.run for one in known if "attacked" in attacked_rates(one.run)]
     if not unpaired:
-        leader = max(known, key=lambda one: (one.run.name not in twins, one.certified.rate, one is base))
-        found = conclude_one(leader, {one.strategy or "" for one in traced})
+        leader = max(
+            known,
+            key=lambda one: (one.run.name not in single, one.run.name not in twins, one.certified.rate, one is base),
+        )
+        found = conclude_one(leader, traced)
         steps += [step for step in found.steps if step not in steps and not (step == ATTACK and attacked)]
         if not ordered:  # nothing but this run and attacks on it
             verdict += found.verdict
@@ -273,7 +281,7 @@ def conclude_several(
     for name, other in list(twins.items())[:NAMED]:
         verdict.append(f"{name} and {other} are of the same weights and defence: there is nothing to choose between.")
     if ordered:
-        verdict[:0] = [f"{one.run.name}: {single}" for one in known if (single := one_answer_words(one.run))]
+        verdict[:0] = [f"{name}: {said}" for name, said in single.items()]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

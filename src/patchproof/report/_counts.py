@@ -204,6 +204,8 @@ def why_not_paired(base: StoredCertification, run: StoredCertification) -> str |
         return "it is about other images (another data set, split or limit)"
     if base.guarantee != run.guarantee:
         return f"its certificates are {run.guarantee}, the baseline's {base.guarantee}"
+    if base.threat != run.threat:
+        return f"its certificates are about {run.patch_words}, the baseline's about {base.patch_words}"
     if not {record.index for record in base.good} & {record.index for record in run.good}:
         return "no image is done in both"
     return None

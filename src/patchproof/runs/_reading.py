@@ -45,6 +45,9 @@ class _Stored:
     name: str
     folder: Path
     manifest: Mapping[str, Any]
+    about: str
+    """`small (runs/plain/checkpoint-last) on fashion-mini (test)`: the network, with the weights that the command line
+    names, and the images that it was certified on or learned from."""
     weights_sha256: str | None
     seconds: float | None
     notices: tuple[str, ...]
@@ -116,6 +119,15 @@ class StoredCertification(_Stored):
         return 100 * max(h * w for h, w in self.patch_sizes) / (self.image_size[0] * self.image_size[1])
 
     @property
+    def threat(self) -> tuple[object, ...]:
+        """What its certificates are about, apart from the input's resolution: number of patches, threat space, and the
+        sizes, as shares of the input's height and width, or as they were asked for on the original image."""
+        if self.native:
+            return self.patches, self.native, self.config.get("patch")
+        height, width = self.image_size or (1, 1)
+        return self.patches, self.native, frozenset((h / height, w / width) for h, w in self.patch_sizes)
+
+    @property
     def patch_words(self) -> str:
         if self.patch_percent is None:
             return "unknown size"
@@ -135,6 +147,8 @@ class StoredEpoch:
     step: int
     undefended: Rate
     certified: Rate
+    one_class: bool = False
+    """Does the network answer one class nearly always? Earlier runs do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +241,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         name=name,
         folder=folder,
         manifest=manifest,
+        about=_about(manifest, identity.get("architecture") or "no classifier", data),
         records=records,
         class_names=class_words(dict(enumerate(model.get("class_names") or classes))),
         seconds=_seconds((results or {}).get("cost")),
@@ -313,7 +328,8 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         lost = count_words(done - len(losses), "step is", "steps are")
         notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
     identity = manifest["identity"]
-    validation: Any = (manifest.get("data") or {}).get("validation")
+    data = manifest.get("data") or {}
+    validation, learned_from = data.get("validation"), data.get("train") or {"name": "unknown images"}
     selected_on = None if validation is None else printable(f"{validation['name']}, split {validation['split']}")
     notices += [printable(str(remark)) for remark in manifest.get("remarks") or ()]
     passes: list[Any] = [(manifest.get("search") or {}).get(kind) for kind in ("forwards", "backwards")]
@@ -321,6 +337,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         name=name,
         folder=folder,
         manifest=manifest,
+        about=_about(manifest, (manifest.get("model") or {}).get("architecture") or "unknown network", learned_from),
         losses=tuple(sorted(losses.items())),
         epochs=tuple(epochs[number] for number in sorted(epochs)),
         strategy=printable(identity["plan"]["strategy"]),
@@ -331,6 +348,12 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         seconds=_seconds(results),
         notices=tuple(notices),
     )
+
+
+def _about(manifest: Mapping[str, Any], architecture: str, data: Mapping[str, Any]) -> str:
+    weights, split = (manifest.get("config") or {}).get("weights"), data.get("split")
+    network = f"{architecture} ({shortened_name(str(weights), 40)})" if weights else architecture
+    return printable(f"{network} on {data['name']}" + f" ({split})" * bool(split))
 
 
 def _goes_on(folder: Path) -> str:
@@ -347,10 +370,11 @@ def _log_line(line: str) -> StoredEpoch | tuple[int, float]:
 
 
 def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
-    found = [Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")]
-    if not all(0 <= rate.k <= rate.n for rate in found):
+    found = {name: Rate(index(values[name]["k"]), index(values[name]["n"])) for name in ("undefended", "certified")}
+    if not all(0 <= rate.k <= rate.n for rate in found.values()):
         raise ValueError("not k of n")
-    return StoredEpoch(index(values["epoch"]), index(values["step"]), *found)
+    one_class = values.get("one_class") is True
+    return StoredEpoch(index(values["epoch"]), index(values["step"]), **found, one_class=one_class)
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:

@@ -38,7 +38,7 @@ from patchproof.runs._manifest import (
     preprocessing_for,
     source_facts,
 )
-from patchproof.runs._record import Rate
+from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
 from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free, require_kinds
@@ -202,7 +202,7 @@ class Progress:
     trainer: Trainer
     shipped: ImageClassifier
     """A copy of the classifier, to validate and save with the weights to keep."""
-    validate: Callable[[ImageClassifier], dict[str, Rate]] | None
+    validate: Callable[[ImageClassifier], dict[str, Any]] | None
     images: Mapping[str, Mapping[str, Any]]
     notes: dict[str, Any]
     """Saved with each checkpoint; `loss` and `images` are of the epoch so far."""
@@ -224,15 +224,14 @@ class Progress:
         if report.step % self.trainer.steps_per_epoch:
             return None
         self.shipped.load_state_dict(self.trainer.weights())
-        found: dict[str, Rate] = {}
+        found: dict[str, Any] = {}
         if accelerator.is_main_process and self.validate is not None:
             found = self.validate(self.shipped)
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
         loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
-        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": loss}
-        epoch |= {name: rate.as_dict() for name, rate in found.items()}
+        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": loss, **found}
         notes["epochs"].append(epoch)
         if found:
             best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
@@ -314,8 +313,9 @@ def _validation(
     preprocessing: Preprocessing | None,
     *,
     skip_bad: bool,
-) -> Callable[[ImageClassifier], dict[str, Rate]]:
-    """Certifies the same images, decoded once, against the patch of the training masks."""
+) -> Callable[[ImageClassifier], dict[str, Any]]:
+    """Certifies the same images, decoded once, against the patch of the training masks: both accuracies, and whether
+    the network answers one class nearly always."""
     size, name = classifier.input_size, plan.validate_with
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
     defense(name, classifier.eval(), threat)  # refuses, before an image is read, what it cannot be
@@ -327,17 +327,20 @@ def _validation(
     if not n:
         raise InputError(f"none of the {len(indices)} validation images can be read")
 
-    def measure(classifier: ImageClassifier) -> dict[str, Rate]:
+    def measure(classifier: ImageClassifier) -> dict[str, Any]:
         defended = defense(name, classifier.eval(), threat)
         evaluator, device = Evaluator(classifier, Engine()), next(classifier.parameters()).device
-        undefended = certified = 0
+        certified, answered = 0, list[Record]()
         for batch in batches:
             if batch.indices:
                 images = as_images(batch.images, device)
                 labels = (batch.labels if outputs is None else outputs[batch.labels]).to(device)
-                undefended += int((evaluator.labels(images) == labels).sum())
+                right = (evaluator.labels(images) == labels).tolist()
+                facts = zip(batch.indices, labels.tolist(), right, strict=True)
+                answered += [Record(index, "", label, undefended=found) for index, label, found in facts]
                 certified += int(defended.certify(images, labels).certified.sum())
-        return {"undefended": Rate(undefended, n), "certified": Rate(certified, n)}
+        rates = {"undefended": Rate(sum(r.undefended is True for r in answered), n), "certified": Rate(certified, n)}
+        return {name: rate.as_dict() for name, rate in rates.items()} | {"one_class": one_answer(answered) is not None}
 
     return measure
 
