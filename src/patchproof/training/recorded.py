@@ -14,8 +14,8 @@ from patchproof.types import CheckError
 
 
 class RecordedPass(MaskedForward):
-    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the first
-    whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
+    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the
+    first whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
 
     Compiled, a large batch moves less memory; recorded, a small one does not wait for Python to launch its kernels.
     """
