@@ -71,7 +71,7 @@ class Twin:
                         twin.mine[name] = Shift(twin.mine[name])
                         network.set_submodule(name, twin.mine[name])
                     for name, _ in twin.scaled:
-                        twin.mine[name].bias = None
+                        twin.mine[name].register_parameter("bias", None)
                 twin.follow(module)
                 _convert(network, dtype, twin.mine[last] if last else None)
                 twin.follow(module)
@@ -158,7 +158,7 @@ class Shift(nn.Module):
 
     shift: Tensor
 
-    def __init__(self, normalisation: nn.Module) -> None:
+    def __init__(self, normalisation: Any) -> None:
         super().__init__()
         self.register_buffer("shift", torch.zeros_like(normalisation.running_mean))
         self.activation = getattr(normalisation, "act", None)

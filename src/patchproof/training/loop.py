@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -294,10 +295,11 @@ class StepLoss(nn.Module):
         super().__init__()
         self.classifier, self.masked = classifier, masked
         self.plan, self.loss, self.teacher = plan, loss, teacher
-        self.compiled = loss
+        self.compiled: Any = loss
         if loss is not None and plan.compile:
             # Random numbers are those it draws without.
-            self.compiled = torch.compile(loss.__call__, dynamic=False, options={"fallback_random": True})
+            call: Any = loss.__call__  # type: ignore[operator]
+            self.compiled = torch.compile(call, dynamic=False, options={"fallback_random": True})
 
     def forward(
         self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
