@@ -119,10 +119,10 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the library says in passing during a test, also if it has said it before."""
-    from patchproof.types import note
+    from patchproof.types import NOTED
 
     said: list[str] = []
-    note.cache_clear()
+    NOTED.clear()
     monkeypatch.setattr(logging.getLogger("patchproof"), "warning", said.append)
     return said
 

@@ -122,7 +122,7 @@ def test_early_exit_and_the_exhaustive_reference_agree(photos, checkpoint):
     assert all(r["defended"] for r in certified)
 
 
-def test_native_threats_are_footprints_at_the_network_input(photos, checkpoint):
+def test_native_threats_are_footprints_at_the_network_input(photos, checkpoint, capsys):
     common = ("--dataset", photos, "--weights", checkpoint, "--patch", "5px", "--image-size", 56)
     assert certify(*common, "--output", "input") == 0
     assert certify(*common, "--threat-space", "native", "--output", "native") == 0
@@ -131,6 +131,30 @@ def test_native_threats_are_footprints_at_the_network_input(photos, checkpoint):
     expected = native_threat(native_size=(40, 50), patch_sizes=((5, 5),), preprocessing=preprocessing).patch_sizes
     assert [m["defense"]["patch_sizes"] for m in manifests] == [[[5, 5]], [list(expected[0])]]
     assert expected != ((5, 5),)
+    shown = " ".join(capsys.readouterr().out.split())
+    reached = f"{expected[0][0]}×{expected[0][1]}"
+    assert "one patch of 5×5 pixels anywhere on 56×56, 3×3 masks" in shown
+    assert f"5×5 pixels of the original image ({reached} pixels of the 56×56 input), 3×3 masks" in shown
+    own = ("--weights", checkpoint, "--image-size", 56, "--like")
+    for folder, words in (
+        (
+            "input",
+            "5×5 pixels (of the 56×56 network input that this image is resized to; the size that input certified)",
+        ),
+        ("native", "5×5 pixels (of the original image; the size that native certified)"),
+    ):
+        assert predict(photos / "cat", *own, folder) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+    picture(5, size=(80, 100)).save(photos / "cat" / "5.png")
+    picture(6, size=(30, 90)).save(photos / "cat" / "6.png")
+    assert certify(*common, "--threat-space", "native", "--output", "mixed") == 0
+    sizes = np.array(content("mixed", "manifest")["identity"]["defense"]["patch_sizes"])
+    words = f"{'×'.join(map(str, sizes.min(axis=0)))} to {'×'.join(map(str, sizes.max(axis=0)))}"
+    shown, said = (" ".join(text.split()) for text in capsys.readouterr())
+    assert len(sizes) == 3
+    assert f"of the original image ({words} pixels of the 56×56 input)" in shown
+    assert re.search("built for the largest, .* pixels, that of images of 30×90", said)
+    assert runs.read_runs(["mixed"])[0][0].patch_words.startswith(f"{words} px (")
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(photos, checkpoint, tmp_path):
@@ -265,12 +289,13 @@ def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, capsys
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (("--patch", "4px"), r"patch_sizes was \[\[5, 5\]\], now \[\[4, 4\]\]"),
+        (("--patch", "4px"), "--patch differs: patch_sizes was 5×5, now 4×4"),
         (("--limit", 25), "images was 24 of 1000, now 25 of 1000"),
         (("--exhaustive",), "exhaustive was false, now true"),
     ],
 )
-def test_a_folder_of_another_run_is_refused_and_keeps_its_records(undisturbed, capsys, change, named):
+def test_a_folder_of_another_run_is_refused_and_keeps_its_records(undisturbed, capsys, monkeypatch, change, named):
+    monkeypatch.setattr("patchproof.runs._certify.measure_tau", lambda *_, **__: pytest.fail("τ is measured"))
     arguments, path = undisturbed
     before = path.read_bytes()
     assert certify(*arguments[:-1]) == 2
@@ -340,6 +365,9 @@ WRONG = [
     ("certify --batch-size 2.5", "--batch-size: it must be a whole number or auto, not 2.5"),
     ("train --epochs 1.9", "Invalid value for --epochs: it must be a whole number, not 1.9"),
     ("predict a.png --like nowhere --weights random", "no such image or folder: a.png"),
+    ("predict file --like nowhere --patch 5%", "--like takes the settings of the run: leave out --patch"),
+    ("predict file --like nowhere --masks 4", "leave out --masks"),
+    ("certify --dataset file", "'file' is a file, not a folder of class folders; `patchproof predict` takes images"),
     ("certify --weights random --defense nope", "unknown defence `nope`; known are patchcleanser, alarm"),
     ("certify --weights random --defense alarm --exhaustive", "Unknown option: --exhaustive"),
     ("bench --defense alarm", "bench measures patchcleanser, not alarm"),
@@ -446,7 +474,7 @@ def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint
     ):
         assert words in shown
     assert predict(*arguments, "--threat-space", "native") == 0
-    assert "4px (of the original image)" in " ".join(capsys.readouterr().out.split())
+    assert "4×4 pixels (of the original image)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_predict_as_json_agrees_with_certify(photos, tmp_path, capsys):
@@ -473,8 +501,10 @@ def test_predict_names_what_it_cannot_read_and_no_answer_depends_on_other_files(
     picture(7, size=(300, 200)).save(photos / "cat" / "9.png")
     assert predict(photos / "cat", "--weights", checkpoint, "--json") == 1
     shown = capsys.readouterr()
-    assert len(shown.out.splitlines()) == 4
-    assert shown.out.startswith(alone)
+    unread, *others = shown.out.splitlines(keepends=True)
+    assert json.loads(unread) == {"path": str(photos / "cat" / "0.png"), "error": "the file is empty"}
+    assert len(others) == 4
+    assert others[0] == alone
     assert "cat/0.png" in shown.err
 
 
@@ -653,6 +683,8 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
     cost = json.loads(capsys.readouterr().out)
     assert (cost["masks"], cost["fewest_passes"], cost["most_passes"]) == (0, 56, 56)
     assert cost["most_seconds"] > 0
+    assert certify(*common, "--dry-run") == 0
+    assert "2 images: 56 passes, 0:" in capsys.readouterr().out, "not from 56 to 56"
     assert not Path("r").exists()
     assert certify(*common) == 0
     assert "\n28.0 passes per image" in capsys.readouterr().out, "nothing is masked"
@@ -663,7 +695,7 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
     assert predict(photos / "cat", "--weights", checkpoint, *band, "--json") == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == alike
     assert alike[0]["forwards"] == 28
-    classifier, data = load_classifier("small", str(checkpoint)), open_dataset(str(photos))
+    classifier, data = load_classifier("small", checkpoint), open_dataset(str(photos))
     defense = pp.defense(
         "patchguard-smoothing", classifier, pp.PatchThreat.square(image_size=(28, 28), pixels=3), band=7
     )
@@ -733,6 +765,8 @@ def test_help_has_a_heading_for_each_kind_of_flag(capsys):
     assert shown.index("--masks") > 0
     assert "[default: False]" not in shown, "a switch takes no value"
     assert len(set(places)) == 5
+    assert run(["predict", "--help"]) == 0
+    assert "patchproof predict [OPTIONS] IMAGES..." in capsys.readouterr().out
 
 
 # --- signs of life -------------------------------------------------------------------------------------------------
@@ -759,6 +793,7 @@ def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
     commands += ["explore --port 99999", "explore --host nowhere.invalid"]
     commands += ["report nowhere", "explore nowhere", "predict none.png", "certify --output file", "certify nowhere"]
+    commands += ["predict file --like nowhere --patch 5%"]
     Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):
         assert said.endswith(f"{command}: True"), said
@@ -891,6 +926,29 @@ def test_the_table_of_an_attack_fits_80_columns(guarantee):
     console = Console(width=80, file=io.StringIO())
     console.print(table)
     assert len(console.file.getvalue().splitlines()) == 5 + len(runs.ATTACK_ACCURACIES)
+
+
+def test_a_factory_that_says_no_input_size_is_remarked_on_and_its_checkpoint_names_its_flag(capsys):
+    lines = ["from torch import nn", "def any_size(num_classes=10):"]
+    lines += ["    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, num_classes))"]
+    Path("sizeless.py").write_text("\n".join(lines))
+    named = ("--model", "sizeless.py:any_size", "--weights", "random", "--limit", 1, "--masks", 2)
+    assert certify(*named, "--image-size", 28, "--output", "told") == 0
+    assert "assumed" not in capsys.readouterr().err
+    assert certify(*named, "--output", "assumed") == 0
+    note = "note: sizeless.py:any_size says no input size: 224×224 is assumed; give --image-size"
+    assert note in capsys.readouterr().err
+    save_checkpoint(load_classifier("sizeless.py:any_size", "random", input_size=(28, 28)), Path("own"))
+    assert certify("--weights", "own") == 2
+    assert_one_line(capsys.readouterr().err, "for the factory sizeless.py:any_size; give --model=sizeless.py:any_size")
+
+
+def test_stopped_before_anything_was_written_is_not_said_to_be_on_disk(undisturbed, capsys, monkeypatch):
+    arguments, _ = undisturbed
+    monkeypatch.setattr("patchproof.cli._runs.open_defense", lambda *_: signal.raise_signal(signal.SIGINT))
+    for place, words in (("new", "nothing was written yet"), ("whole", "what was finished is on disk, continue with")):
+        assert certify(*arguments[:-2], place, "--resume") == 130
+        assert f"stopped; {words}" in capsys.readouterr().err
 
 
 def test_an_error_in_your_own_forward_is_one_line_with_its_file_and_line(capsys):

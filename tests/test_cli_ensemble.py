@@ -35,6 +35,7 @@ def content(folder: str, name: str) -> dict:
 
 def test_they_are_certified_resumed_predicted_and_explored_as_one(both, capsys):
     assert run(["certify", *BOTH, "--limit", "3", "--output", "r"]) == 0
+    assert "ensemble of small and small, mirrored on fashion-mini" in " ".join(capsys.readouterr().out.split())
     manifest = content("r", "manifest")
     assert manifest["identity"]["weights_sha256"] == weights_sha256(both)
     first, mirrored = manifest["model"]["members"]

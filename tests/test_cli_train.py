@@ -140,7 +140,7 @@ def last_line(capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1] + "\n"
 
 
-def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(copied, tmp_path):
+def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(copied, tmp_path, capsys):
     assert len(losses("r")) == 8
     results, manifest = content("r", "results"), content("r", "manifest")
     assert [e["epoch"] for e in results["epochs"]] == [1, 2]
@@ -156,6 +156,9 @@ def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(copied
     before = weights("r"), losses("r")
     assert train(copied, *GREEDY, "--output", "r", "--resume") == 0
     assert (weights("r"), losses("r")) == before
+    said = capsys.readouterr().err
+    assert "finished already: 8 of 8 steps" in said
+    assert "begins" not in said
 
 
 def test_a_run_is_continued_only_with_what_it_began_with(copied, capsys):
@@ -273,13 +276,25 @@ def test_stopped_by_a_signal_training_saves_the_step_and_goes_on_from_it(command
     assert len(losses("r")) == json.loads(Path("r/checkpoint-last/training.json").read_text())["step"] < 120
 
 
-def test_a_finished_training_goes_on_with_more_epochs_where_its_schedule_allows(data):
+def test_a_finished_training_goes_on_with_more_epochs_where_its_schedule_allows(data, capsys):
     constant = ("--schedule", "constant", "--limit", "16")
     assert train(data, "--output", "two", *constant) == 0
     assert train(data, "--output", "r", "--epochs", "1", *constant) == 0
+    capsys.readouterr()
     assert train(data, "--output", "r", *constant, "--resume") == 0
+    said = capsys.readouterr().err
+    assert "goes on after step 2 of 4\nlearns from data" in said
+    assert "begins" not in said
     assert (losses("r"), weights("r")) == (losses("two"), weights("two"))
     assert content("r", "manifest")["steps"] == 4
+
+
+def test_an_epoch_is_said_though_its_last_step_is_the_last_of_all(data, capsys, monkeypatch):
+    monkeypatch.setattr("patchproof.cli._show.STOP.asked", signal.SIGINT)
+    assert train(data, "--output", "r", "--limit", "8") == 130
+    said = capsys.readouterr().err
+    assert "epoch 1: mean loss" in said
+    assert "stopped; what was finished is on disk, continue with --resume" in said
 
 
 def test_a_training_whose_schedule_depends_on_its_length_does_not_go_on(copied, capsys):

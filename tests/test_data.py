@@ -127,7 +127,10 @@ def test_palettes_first_frames_cmyk_and_orientation(tmp_path: Path, notes: list[
     assert not notes
     exif[0x0112] = 6
     assert decode(save(tmp_path / "turned.jpg", noise(8, 20), exif=exif)).size == (20, 8)
-    assert [note[:57] for note in notes] == ["some images have an EXIF orientation, which is not applied"[:57]]
+    assert decode(save(tmp_path / "again.jpg", noise(8, 20), exif=exif)).size == (20, 8)
+    (said,) = notes
+    assert said.startswith("some images have an EXIF orientation, which is not applied")
+    assert said.endswith(f", e.g. {tmp_path / 'turned.jpg'}"), "the first of them, once"
     tagged = (tmp_path / "turned.jpg").read_bytes()
     broken = tagged.replace(b"MM\0*", b"MM\0?").replace(b"II*\0", b"II?\0")
     assert broken != tagged
@@ -198,7 +201,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut.bmp": (truncated, "truncated"),
     "cut.tif": (truncated, "cannot use image"),
     "missing.jpg": (lambda p: None, "No such file"),
-    "folder.jpg": (lambda p: p.mkdir(), "Is a directory"),
+    "folder.jpg": (lambda p: p.mkdir(), "it is a folder; give the image files in it"),
     "bomb.png": (lambda p: png_header(p, 60_000), f"more than the {MAX_PIXELS:,} pixels allowed"),
     "just too large.png": (lambda p: png_header(p, 13_350), f"more than the {MAX_PIXELS:,} pixels allowed"),
 }
@@ -609,10 +612,10 @@ def test_tensors_that_are_no_images_are_bad_images(image: torch.Tensor, message:
         (7, r"int is no data set: expected a sequence of \(image, label\)"),
         ("photos", r"str is no data set: .*open_dataset"),
         ({"image": 0}, "dict is no data set"),
-        ([], "there are no images in images; expected"),
-        ([{"image": 0, "label": 1}], r"item 0 of images is \(dict\); expected"),
-        ([("cat.png", 0)], r"item 0 of images is \(str; int\)"),
-        ([(noise(2, 2), 0.5)], "the label of item 0 of images must be an integer, not 0.5"),
+        ([], "there are no images; expected"),
+        ([{"image": 0, "label": 1}], r"item 0 is \(dict\); expected"),
+        ([("cat.png", 0)], r"item 0 is \(str; int\)"),
+        ([(noise(2, 2), 0.5)], "the label of item 0 must be an integer, not 0.5"),
     ],
 )
 def test_what_is_no_sequence_of_images_is_refused(data: object, message: str) -> None:

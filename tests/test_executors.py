@@ -215,6 +215,10 @@ def test_without_a_launcher_this_process_is_alone_and_half_an_environment_is_ref
     launched.cache_clear()
     assert isinstance(launched(), InProcess)
     assert local_rank() is None
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    launched.cache_clear()
+    with pytest.raises(InputError, match="WORLD_SIZE must be a whole number, not 'two'"):
+        launched()
     monkeypatch.setenv("WORLD_SIZE", "2")
     launched.cache_clear()
     with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT are not set; start with torchrun"):

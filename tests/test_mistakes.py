@@ -11,8 +11,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader
 
 import patchproof as pp
+from patchproof.data import spread_indices
 from patchproof.settings import DEFENSE_OPTIONS
 
 
@@ -87,8 +89,14 @@ def test_images_that_are_none_are_refused_by_predict_and_certify(name):
 
 
 def test_tensors_for_runs_are_refused_or_answered_one_by_one():
-    for wrong, words in ((IMAGES[0] * 255, "divide bytes by 255"), (IMAGES[0] * float("nan"), "from nan to nan")):
-        with pytest.raises(pp.InputError, match=f"none of the 1 images .*{words}"):
+    for wrong, words in (
+        (IMAGES[0] * 255, "divide bytes by 255"),
+        ((IMAGES[0] * 255).byte(), "divide bytes by 255"),
+        (IMAGES[0] * float("nan"), "from nan to nan"),
+        (IMAGES[:1], r"\(channels, height, width\); drop the first dimension: image\[0\]$"),
+        (IMAGES[0, 0], r"\(channels, height, width\)$"),
+    ):
+        with pytest.raises(pp.InputError, match=f"none of the 1 images can be read, e.g. 00000: .*{words}"):
             pp.certify(build(), [(wrong, 0)])
         good, bad = pp.predict(build(), [IMAGES[0], wrong])
         assert (good.path, bad.path) == ("00000", "00001")
@@ -102,6 +110,8 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
             pp.certify(build(), [(IMAGES[0], 0)], workers=workers)
         with pytest.raises(pp.InputError, match=f"workers must be {words}, not {workers}"):
             pp.train(Net(), [(IMAGES[0], 0)], workers=workers)
+    (folder,) = pp.predict(build(), [str(Path(__file__).parent)])
+    assert folder.reason.startswith("it is a folder; give the image files in it")
     with pytest.raises(pp.InputError, match=r"not str; for one image, \[image\]"):
         pp.predict(build(), "cat.png")
     with pytest.raises(pp.InputError, match="Net is no defence"):
@@ -121,6 +131,8 @@ def test_pictures_and_tensors_of_the_same_pixels_get_the_same_answer():
         (lambda logits: (logits, logits), "returns a tuple, not a tensor of logits"),
         (lambda logits: {"logits": logits}, "returns a dict, .*model\\(images\\).logits"),
         (lambda logits: logits[:, 0], r"maps \d+ images to \(\d+,\)"),
+        (lambda logits: logits @ torch.ones(4, 1).half(), r"images are float32: call model.float\(\)"),
+        (lambda logits: logits.double() @ torch.ones(4, 1), r"images are float32: call model.float\(\)"),
         (lambda logits: {}["mine"], r"KeyError: 'mine' \(.*test_mistakes.py:\d+, in <lambda>\)"),
     ],
 )
@@ -166,14 +178,22 @@ def test_constructors_name_the_parameter():
             lambda: pp.PatchThreat.square(image_size=(64, 64), percent="3%"),
             "percent must be a number, e.g. 3, not '3%'",
         ),
-        (lambda: pp.defense(None, Net(), THREAT), "unknown defence `None`; known are"),
+        (lambda: pp.defense("nothing", Net(), THREAT), "unknown defence `nothing`; known are"),
+        (lambda: pp.defense(Net(), "alarm", THREAT), r"name must be text, e.g. pp.defense\(.*, not Net$"),
+        (lambda: pp.defense("alarm", Net, THREAT), r"Net is a class; give Net\(\)"),
+        (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit="5"), "limit must be a whole number or None, not '5'"),
+        (lambda: spread_indices(range(9), "5"), "limit, .*, not '5'; leave it out"),
+        (
+            lambda: pp.certify(build(), DataLoader([(IMAGES[0], 0)])),
+            "DataLoader is no data set: .*; give loader.dataset",
+        ),
         (lambda: pp.defense("alarm", THREAT, Net()), "threat must be a pp.PatchThreat, .*, not Net"),
         (lambda: pp.train(Net().requires_grad_(False), [(IMAGES[0], 0)]), "all parameters .* are frozen"),
         (lambda: pp.Plan(epochs=1.5), "epochs must be a whole number, not 1.5"),
         (lambda: pp.Plan(epochs=True), "epochs must be a whole number, not True"),
         (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
         (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number or None, not '0.1'"),
-        (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, not 39"),
+        (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%', not 39"),
         (lambda: pp.Plan(epochs=1, warmup_epochs=3), r"warmup_epochs must be in \[0, epochs\], not 3"),
         (lambda: pp.Plan(teacher="x"), r"teacher must be a classifier, e.g. pp.load_checkpoint\(…\), not 'x'"),
         (lambda: pp.AttackPlan(steps=1.5), "steps must be a whole number, not 1.5"),
@@ -187,6 +207,10 @@ def test_constructors_name_the_parameter():
             make()
     with pytest.raises(AttributeError, match="module 'patchproof' has no attribute 'certfy'"):
         pp.certfy  # noqa: B018
+    for tries, each in ((2, (2, 2, 2, 2)), ((2, 2, 2, 1), (2, 2, 2, 1)), ("3", (3, 3, 3, 3))):
+        plan = pp.Plan(memory_tries=tries)
+        assert plan.tries() == each
+        assert plan.memory_tries in ("2", "2,2,2,1", "3"), "a manifest has the same text either way"
     assert pp.Plan(epochs=np.int64(3), learning_rate=np.float32(0.5)).epochs == 3, "numbers may be numpy's"
     filled = pp.certify(build(fill=torch.full((3,), 0.5)), [(IMAGES[0], 0)])
     assert filled.content["status"] == "complete", "numbers may come as a tensor"
@@ -245,6 +269,21 @@ def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb):
 def test_options_of_a_defence_that_are_counted_are_whole_numbers(name, option, value):
     with pytest.raises(pp.InputError, match=f"{option} must be a.* number.*, not {value!r}"):
         pp.defense(name, BUILDING[name][0]().eval(), THREAT, **{option: value})
+
+
+@pytest.mark.parametrize("label", [-1, 99])
+@pytest.mark.parametrize("known", [{}, {"num_classes": 4}])
+def test_a_wrong_label_is_refused_before_tau_is_measured(monkeypatch, label, known):
+    """Also of a network that does not say how many classes it has; an image that cannot be read has no label."""
+    monkeypatch.setattr("patchproof.runs._certify.measure_tau", lambda *_, **__: pytest.fail("τ is measured"))
+    data = [(IMAGES[0] * 255, -1), (IMAGES[0], 0), (IMAGES[1], label)]
+    with pytest.raises(pp.InputError, match=f"image 2 has the label {label}; labels are 0 to 3"):
+        pp.certify(build(**known), data)
+
+
+def test_one_output_is_not_two_classes():
+    with pytest.raises(pp.CheckError, match=r"one output z: give two logits, e.g. torch.cat\(\[-z, z\], 1\)"):
+        pp.certify(build(turn=lambda logits: logits[:, :1]), [(IMAGES[0], 0)])
 
 
 def test_an_unknown_defence_of_validation_is_refused_before_its_images_are_read():

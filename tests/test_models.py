@@ -584,7 +584,7 @@ def test_factories_make_plain_wrapped_and_timm_networks(own: str, tmp_path: Path
 
 def test_a_checkpoint_alone_never_runs_a_factory(own: str, tmp_path: Path) -> None:
     save_checkpoint(load_classifier(f"{own}:wrapped", "random"), tmp_path / "c")
-    message = r"weights for the factory .*networks.py:wrapped; name that as the model to have its code run"
+    message = r"weights for the factory .*networks.py:wrapped; give model=.*networks.py:wrapped to have its code run"
     for read in (load_checkpoint, checkpoint_architecture):
         with pytest.raises(InputError, match=message):
             read(tmp_path / "c")

@@ -26,7 +26,7 @@ def arguments(app: App, name: str) -> list[Argument]:
 
 
 def usage(name: str, found: Sequence[Argument]) -> str:
-    places = [(a, a.name + ("…" if get_origin(a.hint) is list else "")) for a in found if a.index is not None]
+    places = [(a, a.name) for a in found if a.index is not None]
     required = [place if a.required else f"[{place}]" for a, place in places]
     return " ".join(["patchproof", name, *required, *(["[flags]"] if len(places) < len(found) else [])])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -181,7 +181,7 @@ class TrainingSettings(Checked):
     loss: Any = "cross-entropy"
     """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
     on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
-    memory_tries: str = "2"
+    memory_tries: str | int | tuple[int, int, int, int] = "2"
     """Of `memory`: how many masks are tried again in each of the four rounds; `2,2,2,1` gives each its own number, and
     a last one of 1 takes no pass."""
     memory_refresh: int = 0
@@ -248,6 +248,9 @@ class TrainingSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.memory_tries, str):  # numbers become the text that a manifest has
+            numbers = self.memory_tries if isinstance(self.memory_tries, Iterable) else (self.memory_tries,)
+            object.__setattr__(self, "memory_tries", ",".join(map(str, numbers)))
         names, counts = get_args(LossName), ("epochs", "batch_size", "validation_images", "views")
         rate = 1 if self.learning_rate is None else self.learning_rate
         rules = (

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -79,7 +79,9 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
         if get_origin(hint) is Literal:
             require_one_of(name, value, get_args(hint))
         elif not _fits(value, hint):
-            raise InputError(f"{name} must be {_words(hint)}, not {value!r:.60}")
+            default = getattr(annotated, name, None) if hint is str else None
+            example = f", e.g. {default!r}" if isinstance(default, str) else ""
+            raise InputError(f"{name} must be {_words(hint)}{example}, not {value!r:.60}")
 
 
 def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -132,10 +134,14 @@ def _words(hint: Any) -> str:
     return KINDS.get(hint, (hint, f"a {place}.{hint.__name__}"))[1]
 
 
-@cache
-def note(words: str) -> None:
-    """Say something that a user should know and that stops nothing, once per process."""
-    logging.getLogger("patchproof").warning(words)
+NOTED: set[str] = set()
+
+
+def note(words: str, *, example: str = "") -> None:
+    """Say something that a user should know and that stops nothing, once per process, with the first example of it."""
+    if words not in NOTED:
+        NOTED.add(words)
+        logging.getLogger("patchproof").warning(f"{words}, e.g. {visible(example)}" if example else words)
 
 
 def kind_of(value: Any) -> str:

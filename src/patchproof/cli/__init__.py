@@ -85,7 +85,8 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
     parameters = []
     for name, (hint, words) in ARGUMENTS.get(command, {}).items():
         missing = None if type(None) in typing.get_args(hint) else inspect.Parameter.empty
-        hint = Annotated[hint, Parameter(help=words)]
+        several = (f"{name.upper()}...",) if typing.get_origin(hint) is list else None
+        hint = Annotated[hint, Parameter(name=several, help=words)]
         place = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, default=missing, annotation=hint)
         parameters.append(place)
     places, flags = len(parameters), Annotated[kind, Parameter(name="*")]  # type: ignore[valid-type]
@@ -132,7 +133,7 @@ class Notes(logging.Handler):
     """What the library has to say, below the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        note = escape(record.getMessage())
+        note = escape(in_flags(record.getMessage(), None))
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]note:[/] {note}")
 
 
@@ -142,7 +143,7 @@ def run(tokens: Sequence[str]) -> int:
     for place in range(len(tokens) - 1, 0, -1):
         if re.match(r"-\d", tokens[place]) and re.fullmatch(r"--[a-z-]+", tokens[place - 1]):
             tokens[place - 1 : place + 1] = [f"{tokens[place - 1]}={tokens[place]}"]  # a value, not a flag
-    Console.silent = "--quiet" in tokens
+    Console.silent, STOP.folder = "--quiet" in tokens, None
     logger = logging.getLogger("patchproof")
     logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)
     logger.handlers, logger.propagate = [Notes()], False
@@ -202,9 +203,11 @@ def _complaint(error: BaseException, command: Sequence[str], kind: type[Any] | N
 
 
 def _go_on(command: Sequence[str]) -> str:
-    """Advice that fits the command."""
-    resumable = bool(command) and command[0] in RESUMABLE
-    return "; what was finished is on disk, continue with --resume" if resumable else ""
+    """Advice that fits the command and what its folder holds."""
+    if not command or command[0] not in RESUMABLE or STOP.folder is None:
+        return ""
+    begun = (STOP.folder / "manifest.json").exists()
+    return "; what was finished is on disk, continue with --resume" if begun else "; nothing was written yet"
 
 
 def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:

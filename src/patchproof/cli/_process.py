@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -31,10 +32,12 @@ def keep_freed_memory() -> None:
 
 
 class Stop:
-    """Whether the command is to end. `asked` is the signal; while it is `patient`, the first one only sets that."""
+    """Whether the command is to end. `asked` is the signal; while it is `patient`, the first one only sets that.
+    `folder` is that of the run, once it is known."""
 
     def __init__(self) -> None:
         self.asked: int | None = None
+        self.folder: Path | None = None
         self.patient = False
 
     def listen(self) -> None:

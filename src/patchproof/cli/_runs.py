@@ -23,7 +23,6 @@ from patchproof.cli._process import STOP
 from patchproof.cli._settings import (
     CertifySettings,
     PredictSettings,
-    ThreatSettings,
     TrainSettings,
     chosen,
     part,
@@ -54,7 +53,7 @@ from patchproof.cli._show import (
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, ImageSource, decode, open_dataset, spread_indices
 from patchproof.defenses import DEFENSES, MaskedDefense
-from patchproof.geometry import parse_patches, size_words
+from patchproof.geometry import footprint_words, parse_patches, patch_words, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
 from patchproof.recipes import find_recipe, needs_training
@@ -157,14 +156,26 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
         options |= {"folder": folder, "config": resolved(settings), "executor": executor}
         options |= {"on_start": bar.start, "on_record": bar.add}
         threat, masks = defense.threat, getattr(defense, "masks", None)
+        against = f"{threat.words} anywhere on {size_words(threat.image_size)}"
+        if settings.threat_space == "native":
+            reached = f"{footprint_words(*threat.patch_sizes)} pixels of the {size_words(threat.image_size)} input"
+            against = f"{threat.how_many} of {patch_words(settings.patch)} of the original image ({reached})"
         title = (
-            f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
-            f"({defense.guarantee}): {threat.words} anywhere on {size_words(threat.image_size)}"
-            f"{'' if masks is None else f', {masks.words}'}"
+            f"{network_words(defense.classifier)} on {source.name} (split {source.split}), {defense.name} "
+            f"({defense.guarantee}): {against}{'' if masks is None else f', {masks.words}'}"
         )
         if plan is None:
             return runs.certify(defense, source, **options), title
         return runs.attack(defense, source, plan, on_step=bar.step, **options), title
+
+
+def network_words(classifier: Any) -> str:
+    """`ensemble of small and resnet18, mirrored`."""
+    members: Any = getattr(classifier, "members", ())
+    if len(members) == 2 and getattr(members[1], "mirrored", False):
+        return f"{network_words(members[0])}, mirrored"
+    *others, last = map(network_words, members) if members else [classifier.architecture]
+    return f"ensemble of {', '.join(others)} and {last}" if others else last
 
 
 def show_cost(cost: runs.Cost | runs.TrainingCost, as_json: bool) -> None:
@@ -175,7 +186,7 @@ def show_cost(cost: runs.Cost | runs.TrainingCost, as_json: bool) -> None:
 
 
 def cost_words(cost: runs.Cost | runs.TrainingCost) -> str:
-    times = f"{clock(cost.fewest_seconds)} to {clock(math.ceil(cost.most_seconds))}"
+    times = " to ".join(dict.fromkeys((clock(cost.fewest_seconds), clock(math.ceil(cost.most_seconds)))))
     if isinstance(cost, runs.TrainingCost):
         memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
         return (
@@ -183,9 +194,10 @@ def cost_words(cost: runs.Cost | runs.TrainingCost) -> str:
             f"{cost.validation_images} images validated after each epoch: {times}{memory}"
         )
     attacks = f"; attacks up to {clock(math.ceil(cost.attack_seconds))} more" if cost.attack_seconds else ""
+    passes = " to ".join(dict.fromkeys((f"{cost.fewest_passes:,}", f"{cost.most_passes:,}")))
     return (
         f"{cost.images:,} image{'s' * (cost.images != 1)}{f' with {cost.masks:,} masks' if cost.masks else ''}: "
-        f"{cost.fewest_passes:,} to {cost.most_passes:,} passes, {times} at {cost.passes_per_second:,.0f} passes/s; "
+        f"{passes} passes, {times} at {cost.passes_per_second:,.0f} passes/s; "
         f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB{attacks}"
     )
 
@@ -204,6 +216,8 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
         files[-1].filename = "-"
     status = Console(stderr=True)
     like = None if settings.like is None else runs.read_run(settings.like)
+    if not isinstance(like, runs.StoredCertification | None):
+        raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
     classifier = open_classifier(settings)
     bar = RunBar(status, "predict")
     defense = defense_for(settings, like, classifier, bar)
@@ -212,6 +226,8 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     def show(answer: runs.Prediction | runs.Unusable) -> None:
         if isinstance(answer, runs.Unusable):
             status.print(f"[red]cannot use[/] {escape(visible(answer.path))}: {escape(answer.reason)}", soft_wrap=True)
+            if settings.json:
+                print_json({"path": answer.path, "error": answer.reason})
             return
         good.append(answer)
         bar.at(len(good), "")
@@ -234,11 +250,6 @@ def defense_for(settings: PredictSettings, like: Any, classifier: Any, bar: RunB
     """The defence of a certification (--like), or one with τ measured on generated images; native patches have another
     footprint for each size of image, and so another defence."""
     if like is not None:
-        if not isinstance(like, runs.StoredCertification):
-            raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
-        for name in (*(f.name for f in fields(ThreatSettings)), "precision", "compile", "per_axis"):
-            if getattr(settings, name, None) != getattr(type(settings), name, None):
-                raise InputError(f"--like takes {name.replace('_', ' ')} from the run; leave out the flag")
         return runs.defense_like(like, classifier)
     if settings.threat_space == "input":  # what is wrong with the flags is no fault of the images
         build_defense(settings, classifier, low_resolution=False)
@@ -283,14 +294,15 @@ def show_predictions(answers: Sequence[runs.Prediction], settings: PredictSettin
         name = escape(visible(found.path.removeprefix(shared)))
         table.add_row(name, escape(found.name), *said, certified, margin, str(found.forwards))
     print_table(console, table)
+    size = classifier.input_size
+    native, text = settings.threat_space == "native", settings.patch
+    sizes = () if native else parse_patches(text, size)
     if like is not None:
-        patch = f"the size that {settings.like} certified ({like.patch_words.removeprefix('two patches of ')})"
-    elif settings.threat_space == "native":
-        patch = f"{settings.patch} (of the original image)"
-    else:
-        height, width = classifier.input_size
-        sizes = size_words(*parse_patches(settings.patch, classifier.input_size))
-        patch = f"{sizes} pixels (of the {height}×{width} network input that this image is resized to)"
+        native, text, sizes = like.native, str(like.config.get("patch")), like.patch_sizes
+    patch = f"{size_words(*sizes)} pixels (of the {size_words(size)} network input that this image is resized to"
+    if native:
+        patch = f"{patch_words(text)} (of the original image"
+    patch += ")" if like is None else f"; the size that {escape(visible(str(settings.like)))} certified)"
     stays = "stays the same" if guarantee == "recovery" else "stays the same or becomes an alarm"
     count = {"patches": "one patch", "are": "is"} if patches == 1 else {"patches": "two patches", "are": "are"}
     console.print(PROMISE.format(patch=patch, stays=stays, **count), style="dim")
@@ -371,7 +383,7 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
         learns += "certify tests the images it learns from, unless it is given another --split"
     else:
         learns += f"{test} is left to test"
-    bar = TrainingBar(console, accelerator, about=f"{begins}\n{learns}")
+    bar = TrainingBar(console, accelerator, begins=begins, learns=learns)
     shown: dict[str, Any] = {"on_start": bar.start, "on_step": bar.step, "on_epoch": bar.epoch}
     how |= chosen(settings, "resume", "checkpoint_minutes") | {"folder": folder, "config": resolved(settings)}
     with bar.progress, STOP.patiently():

@@ -53,8 +53,8 @@ class ModelSettings:
     a module of your own; default: the checkpoint's."""
     weights: str | None = None
     """`pretrained`, a timm tag, a hub id, a .safetensors or .pth file, a checkpoint folder, `zoo`, `embedded`, or
-    `random`; default: those that the model comes with (`small`: the embedded demonstration network), without a model,
-    but to `train`, that network. Several with commas are an ensemble, which answers by the mean of their
+    `random`; default: those that the model comes with (`small`: the embedded demonstration network); without --model:
+    that network (`train` needs one named). Several with commas are an ensemble, which answers by the mean of their
     probabilities."""
     mirror: bool = False
     """Average the network with its answer for the mirrored image: twice the passes."""
@@ -143,6 +143,14 @@ class PredictSettings(CommonSettings, EngineSettings, ThreatSettings, ModelSetti
     like: Path | None = None
     """Folder of a certification: its defence, masks, precision and τ are used, and its weights required."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = {f.name for kind in (CommonSettings, ModelSettings) for f in fields(kind)} | {"like", "batch_size"}
+        for f in fields(self) if self.like else ():
+            if f.name not in own and getattr(self, f.name) != f.default:
+                flag = FLAGS.get(f.name, f.name).replace("_", "-")
+                raise InputError(f"--like takes the settings of the run: leave out --{flag}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(CommonSettings, DataSettings, EngineSettings, ThreatSettings, ModelSettings):
@@ -171,6 +179,7 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
 
     strategy: str = "greedy"
     loss: str = "cross-entropy"
+    memory_tries: str = "2"
     teacher: str | None = None
     """Checkpoint folder, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror
     averages them with those for the mirrored copies."""

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from patchproof.cli._process import STOP
 from patchproof.cli._settings import BenchSettings, CertifySettings, DataSettings, ModelSettings, part
 from patchproof.data import ImageSource, open_dataset, require_workers
 from patchproof.defenses import DEFENSES, defense
-from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size
+from patchproof.geometry import PatchThreat, native_threat, parse_patches, parse_size, size_words
 from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import local_rank, preprocessing_for
@@ -95,20 +96,25 @@ def open_source(settings: DataSettings) -> ImageSource:
 def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, native: Collection[Size] = ()) -> Any:
     """The defence against 𝓡 at the network input: as given, or as the footprint of a patch on images of the `native`
     sizes."""
-    size = classifier.input_size
+    size, of = classifier.input_size, dict[Size, PatchThreat]()
     if settings.threat_space == "input":
         patches = parse_patches(settings.patch, size)
     elif not native:
         raise InputError("no image can be read, so there is no native size to measure the patch on")
     else:
         how = preprocessing_for(classifier, low_resolution, size)
-        threats = [
-            native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
-            for n in sorted(native)
-        ]
-        patches = tuple(sorted({patch for threat in threats for patch in threat.patch_sizes}))
+        for n in sorted(native):
+            of[n] = native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+        patches = tuple(sorted({patch for threat in of.values() for patch in threat.patch_sizes}))
     options = asdict(part(settings, DEFENSES[settings.defense].options))
     threat, engine = PatchThreat(size, patches, settings.patches), part(settings, Engine)
+    if len({one.patch_sizes for one in of.values()}) > 1:
+        whose = [next(n for n in of if of[n].largest[axis] == threat.largest[axis]) for axis in (0, 1)]
+        images = " and ".join(map(size_words, dict.fromkeys(whose)))
+        LOGGER.info(
+            "footprints differ by the size of the image: one defence for all is built for the largest, "
+            f"{size_words(threat.largest)} pixels, that of images of {images}"
+        )
     return defense(settings.defense, classifier, threat, engine=engine, **options)
 
 
@@ -145,7 +151,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     name += f"-{settings.image_size}px" if settings.image_size else ""
     name += f"-{settings.split}" if settings.split else ""
     name += f"-{settings.limit}images" if settings.limit else ""
-    path = settings.output or Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)
+    path = STOP.folder = settings.output or Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)
     if not local_rank():
         require_free(path, resume=settings.resume or settings.dry_run)
         if settings.resume and not (path / "manifest.json").exists():

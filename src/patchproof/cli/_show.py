@@ -228,14 +228,17 @@ class TrainingBar(Bar):
     loss: float | None = None
     search = images = 0.0
 
-    def __init__(self, console: Console, accelerator: Accelerator, *, about: str) -> None:
+    def __init__(self, console: Console, accelerator: Accelerator, *, begins: str, learns: str) -> None:
         super().__init__(console, "train", shown=accelerator.is_main_process)
-        self.accelerator, self.about = accelerator, about
+        self.accelerator, self.begins, self.learns = accelerator, begins, learns
 
     def start(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        begins = self.begins if not trainer.step else f"goes on after step {trainer.step} of {trainer.total_steps}"
+        if trainer.step == trainer.total_steps:
+            begins = f"finished already: {trainer.step} of {trainer.total_steps} steps; more --epochs go on from there"
         if self.shown:
-            self.console.print(escape(self.about), soft_wrap=True, highlight=False)
+            self.console.print(escape(f"{begins}\n{self.learns}"), soft_wrap=True, highlight=False)
         if self.accelerator.log_with:
             self.accelerator.init_trackers("tracking")
         self.begin(trainer.step, trainer.total_steps)

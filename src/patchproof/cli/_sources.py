@@ -24,6 +24,7 @@ UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run"
 PHRASES = {
     "the recipe cifar10-32px-bagcert trains a BagNet": "train a BagNet: patchproof train --recipe cifar10-32px-bagcert",
     "remove it, or pass skip_bad=True": "remove it and begin again, or continue with --resume --skip-bad",
+    "give input_size": "give --image-size",
     "in another folder": "with another --output",
     "another folder": "another --output",
     "resume to continue": "continue with --resume",

@@ -72,6 +72,8 @@ def reading(path: str) -> Iterator[None]:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.DecompressionBombError):
             reason = f"it has more than the {MAX_PIXELS:,} pixels allowed, so it may be a decompression bomb"
+        elif isinstance(error, IsADirectoryError):
+            reason = "it is a folder; give the image files in it, e.g. sorted(Path(folder).glob('*.jpg'))"
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         raise BadImageError(path, reason) from error
@@ -98,7 +100,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     image.load()
     with suppress(Exception):  # tags may be damaged
         if image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            note("some images have an EXIF orientation, which is not applied: they may be seen lying on their side")
+            turned = "some images have an EXIF orientation, which is not applied: they may be seen lying on their side"
+            note(turned, example=str(getattr(image, "filename", "")))
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_grey(np.asarray(image), transparent=image.info.get("transparency"))).convert("RGB")
     if image.has_transparency_data:

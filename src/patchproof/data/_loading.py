@@ -121,7 +121,7 @@ def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
     """
     if limit is not None and not (isinstance(limit, int) and limit >= 1):
         raise InputError(
-            f"limit, the number of images, must be a whole number of at least 1, not {limit}; leave it out to use all"
+            f"limit, the number of images, must be a whole number of at least 1, not {limit!r}; leave it out to use all"
         )
     return list(evenly_spread(len(source) if limit is None else limit, len(source)))
 

@@ -64,6 +64,10 @@ def open_dataset(
     if str(dataset) in _KNOWN:
         return _open_named(str(dataset), Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
+    if folder.is_file():
+        raise InputError(
+            f"{str(dataset)!r} is a file, not a folder of class folders; `patchproof predict` takes images"
+        )
     if not folder.is_dir():
         known = {path.name.lower(): str(path) for path in folder.parent.glob("*/")} | {name: name for name in DATASETS}
         near = get_close_matches(folder.name.lower(), known, n=1)

@@ -205,7 +205,7 @@ class SequenceSource:
 
     def __init__(self, items: Any) -> None:
         if not len(items):
-            raise InputError(f"there are no images in {self.name}; {EXPECTED}")
+            raise InputError(f"there are no images; {EXPECTED}")
         self.items = items
         self.labels: Sequence[int] = _Labels(self)
         self.known_labels: dict[int, int] = {}
@@ -227,12 +227,12 @@ class SequenceSource:
             item = self.items[index]
         if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], (Image.Image, Tensor))):
             parts = item if isinstance(item, (tuple, list)) else (item,)
-            raise InputError(f"item {index} of {self.name} is ({'; '.join(map(kind_of, parts[:3]))}); {EXPECTED}")
+            raise InputError(f"item {index} is ({'; '.join(map(kind_of, parts[:3]))}); {EXPECTED}")
         image, label = item
         try:
             self.known_labels[index] = as_integer(label)
         except TypeError:
-            wrong = f"the label of item {index} of {self.name} must be an integer, not {label!r:.60}"
+            wrong = f"the label of item {index} must be an integer, not {label!r:.60}"
             raise InputError(wrong) from None
         with reading(self.path(index)):
             return to_rgb(image) if isinstance(image, Image.Image) else unit_floats(image)
@@ -279,7 +279,8 @@ def as_source(data: Any) -> ImageSource:
     if isinstance(data, ImageSource):
         return data
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InputError(f"{type(data).__name__} is no data set: {EXPECTED}, or what open_dataset(…) returns")
+        inside = "; give loader.dataset" if hasattr(data, "dataset") else ""
+        raise InputError(f"{type(data).__name__} is no data set: {EXPECTED}, or what open_dataset(…) returns{inside}")
     return SequenceSource(data)
 
 
@@ -295,7 +296,9 @@ def _line(path: str, label: int) -> bytes:
 def unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
     """ValueError where a tensor is no image in [0, 1]."""
     if not image.is_floating_point() or image.ndim != 3 or not image.numel():
-        raise ValueError(f"{kind_of(image)}, expected floats in [0, 1] (channels, height, width); divide bytes by 255")
+        mend = "" if image.is_floating_point() else "; divide bytes by 255"
+        mend += "; drop the first dimension: image[0]" if image.ndim == 4 and len(image) == 1 else ""
+        raise ValueError(f"{kind_of(image)}, expected floats in [0, 1] (channels, height, width){mend}")
     low, high = torch.stack(image.aminmax()).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails both
         mend = "leave normalisation to the classifier" if low < 0 else "divide bytes by 255"

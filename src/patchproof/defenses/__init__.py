@@ -70,8 +70,12 @@ def defense(
     name: str, classifier: Classifier, threat: PatchThreat, *, engine: Engine | None = None, **options: Any
 ) -> Any:
     """The defence of that name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
+    if not isinstance(name, str):
+        raise InputError(
+            f'name must be text, e.g. pp.defense("patchcleanser", classifier, threat), not {kind_of(name)}'
+        )
     if name not in DEFENSES:
-        near = difflib.get_close_matches(str(name), DEFENSES, n=1)
+        near = difflib.get_close_matches(name, DEFENSES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(DEFENSES)}"
         raise InputError(f"unknown defence `{name}`; {hint}")
     entry = DEFENSES[name]

@@ -170,6 +170,9 @@ class OwnDefense:
         for name, kind in {"threat": PatchThreat, "engine": Engine}.items():
             if not isinstance(getattr(self, name), kind):
                 raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if isinstance(self.classifier, type):
+            name = self.classifier.__name__
+            raise InputError(f"classifier must be an instance: {name} is a class; give {name}()")
         if not callable(self.classifier):
             raise InputError(
                 f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "

@@ -8,9 +8,11 @@ from patchproof.geometry._masks import PatchThreat as PatchThreat
 from patchproof.geometry._masks import Rect as Rect
 from patchproof.geometry._masks import Rects as Rects
 from patchproof.geometry._masks import covering_masks as covering_masks
+from patchproof.geometry._masks import footprint_words as footprint_words
 from patchproof.geometry._masks import inside as inside
 from patchproof.geometry._masks import parse_patches as parse_patches
 from patchproof.geometry._masks import parse_size as parse_size
+from patchproof.geometry._masks import patch_words as patch_words
 from patchproof.geometry._masks import rects_of as rects_of
 from patchproof.geometry._masks import size_words as size_words
 from patchproof.geometry._masks import square_side as square_side

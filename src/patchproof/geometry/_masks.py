@@ -112,9 +112,22 @@ def parse_patches(text: str, image_size: Size) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
+def patch_words(text: str) -> str:
+    """`3%`, or `5×5 pixels` for `5px`: what `parse_patches` reads, for images of any size."""
+    parts = [part.strip() for part in text.split(",")]
+    return " or ".join(p if p.endswith("%") else f"{size_words(*parse_patches(p, (1, 1)))} pixels" for p in parts)
+
+
 def size_words(*sizes: Size) -> str:
     """`39×39`, or `20×60 or 39×39`."""
     return " or ".join(f"{height}×{width}" for height, width in sizes)
+
+
+def footprint_words(*sizes: Size) -> str:
+    """`12×12`, or `40×40 to 82×82`: the smallest and largest sides of the footprints of a patch on original images."""
+    heights, widths = zip(*sizes, strict=True)
+    least, most = size_words((min(heights), min(widths))), size_words((max(heights), max(widths)))
+    return least if least == most else f"{least} to {most}"
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,11 @@ class PatchThreat:
     @property
     def words(self) -> str:
         """`one patch of 39×39 pixels`."""
-        return f"{'one patch' if self.patches == 1 else 'two patches'} of {size_words(*self.patch_sizes)} pixels"
+        return f"{self.how_many} of {size_words(*self.patch_sizes)} pixels"
+
+    @property
+    def how_many(self) -> str:
+        return "one patch" if self.patches == 1 else "two patches"
 
 
 class Uncovered:

@@ -96,6 +96,8 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
         shape, words = tuple(images.shape[1:]), " ".join(str(error).split()[:30])
         raise CheckError(f"not even one image of {shape} fits into memory: {words}") from error
     classes = int(logits.shape[1])
+    if classes == 1:
+        raise CheckError("the classifier has one output z: give two logits, e.g. torch.cat([-z, z], 1)")
     if classes < 2 or (num_classes is not None and classes != num_classes):
         raise CheckError(
             f"the classifier has {classes} classes, {num_classes or 'at least 2'} were expected; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -115,6 +116,8 @@ def explained(images: Tensor) -> Iterator[None]:
         if isinstance(error, PatchproofError) or out_of_memory(error):
             raise
         hint = "; is it built for that shape?" if isinstance(error, (RuntimeError, AssertionError)) else ""
+        if re.search(r"dtype|scalar type|Input type", str(error)):
+            hint = "; images are float32: call model.float()"
         raise CheckError(
             f"the classifier fails on images of {tuple(images.shape[1:])} (channels, height, width): "
             f"{failure(error)}{hint}"

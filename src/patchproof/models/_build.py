@@ -20,7 +20,7 @@ from torch import nn
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
 from patchproof.models._files import failure, first_line
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import InputError, Interpolation, Size
+from patchproof.types import InputError, Interpolation, Size, note
 
 WORDNET_ID = re.compile(r"n\d{8}")
 
@@ -203,6 +203,8 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
     if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict):
         classifier = wrap(module, cfg)
     else:
+        if input_size is None and not isinstance(module, ImageClassifier):
+            note(f"{spec} says no input size: 224×224 is assumed; give input_size")
         classifier = adopt(module, input_size=input_size or (224, 224), num_classes=1)
     size = input_size or classifier.input_size
     classifier = rewrap(classifier, architecture=spec, source=f"as made by {spec}", input_size=size)

@@ -230,7 +230,7 @@ def checkpoint_architecture(folder: Path) -> str | None:
         return None
     name = str(read_record(place)["architecture"])
     if is_own(name):
-        raise InputError(f"{folder} holds weights for the factory {name}; name that as the model to have its code run")
+        raise InputError(f"{folder} holds weights for the factory {name}; give model={name} to have its code run")
     return name
 
 

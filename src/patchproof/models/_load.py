@@ -52,7 +52,7 @@ ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 @typed
 def load_classifier(
     model: str,
-    weights: str,
+    weights: str | Path,
     *,
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
@@ -77,7 +77,7 @@ def load_classifier(
         raise InputError(f"num_classes must be at least 1, not {classes}")
     size = None if input_size is None else whole_size(input_size, "input_size")
     with seeded(seed):
-        classifier = _find(model, weights, classes, size, seed)
+        classifier = _find(model, str(weights), classes, size, seed)
     require_head(classifier.source, classifier.num_classes, classes)
     own = classifier.class_names
     if names is not None and own is not None and names != own and set(names) == set(own):

@@ -122,7 +122,7 @@ def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     return groups
 
 
-def build_report(folders: Sequence[Path], options: Options | None = None) -> Report:
+def build_report(folders: Sequence[Path | str], options: Options | None = None) -> Report:
     """One certification in depth, or several side by side; training runs with their curves."""
     chosen = options or Options()
     if not folders:

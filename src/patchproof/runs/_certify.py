@@ -17,9 +17,29 @@ import torch
 from torch import Tensor
 
 from patchproof.attacks import AttackPlan, OnStep
-from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
+from patchproof.data import (
+    BadImageError,
+    Batch,
+    as_source,
+    iterate_batches,
+    load_groups,
+    require_workers,
+    spread_indices,
+)
 from patchproof.defenses import Defense, assess, device_of, require_defense
-from patchproof.masking import SHARES, Audit, Drift, Engine, Evaluator, Measured, Redone, images_ahead
+from patchproof.masking import (
+    SHARES,
+    Audit,
+    Drift,
+    Engine,
+    Evaluator,
+    Measured,
+    Redone,
+    as_images,
+    evaluating,
+    images_ahead,
+    show,
+)
 from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
 from patchproof.runs._cost import require_memory
@@ -29,6 +49,7 @@ from patchproof.runs._folder import (
     dump_json,
     read_manifest,
     read_results,
+    refuse_differences,
     write_atomically,
 )
 from patchproof.runs._manifest import (
@@ -37,6 +58,7 @@ from patchproof.runs._manifest import (
     changes_since,
     network_remarks,
     new_manifest,
+    plain,
     preprocessing_facts,
     preprocessing_for,
     stored_engine,
@@ -193,8 +215,13 @@ class Session:
         """Evaluate what is left, whoever does it; the results cover all sessions."""
         started = time.monotonic()
         with self.team.at_work():
+            identity = self.identity()
+            self.require_labels()
+            if self.resume and self.place is not None and self.place.manifest_path.exists() and not self.team.rank:
+                same = {"schema": SCHEMA, "command": self.command, "identity": plain(identity)}
+                refuse_differences(read_manifest(self.place.manifest_path), same, where=self.place.path)
             measured = self.measure()
-            current = self.manifest(measured)
+            current = self.manifest(identity, measured)
             everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
             if self.team.rank:
                 go = self.team.share()
@@ -263,10 +290,47 @@ class Session:
         chosen = self.team.share(chosen)
         return found or (chosen and measure(engine=replace(asked, **chosen)))
 
-    def manifest(self, measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
+    @property
+    def command(self) -> str:
+        return "certify" if self.attacker is None else "attack"
+
+    def require_labels(self) -> None:
+        """Refuse an image with a label that is none, before time is spent on the others."""
+        classes: int | None = len(self.source.class_names) or getattr(self.classifier, "num_classes", None)
+        if classes is None and self.classifier is not None:
+            batches = iterate_batches(self.source, self.how, self.indices, batch_size=1, skip_bad=True)
+            first = next((batch.images for batch in batches if batch.indices), None)
+            if first is not None:
+                with torch.no_grad(), evaluating(self.classifier):
+                    classes = show(self.classifier, as_images(first, device_of(self.defense)), None).shape[1]
+        known = "cannot be negative" if classes is None else f"are 0 to {classes - 1}"
+        for index in self.indices:
+            label = self.source.labels[index]
+            if label < 0 or (classes is not None and label >= classes):
+                with suppress(BadImageError):  # the label of one that cannot be read is not known
+                    self.source.load(index)
+                    raise InputError(f"image {index} has the label {label}; labels {known}")
+
+    def identity(self) -> dict[str, Any]:
+        """What the records depend on: it may not change when the run is resumed."""
+        defense, source = self.defense, self.source
+        model = None if self.classifier is None else classifier_summary(self.classifier)
+        threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
+        return {
+            "architecture": model and model["architecture"],
+            "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
+            "data_sha256": source.listing_sha256(self.indices),
+            "images": f"{len(self.indices)} of {len(source)}",
+            "preprocessing": preprocessing_facts(self.how),
+            "fill": model and model["fill"],
+            "device": device_of(defense).type,
+            "defense": threat | defense.describe(),
+            **({} if self.attacker is None else {"attack": asdict(self.attacker.plan)}),
+        }
+
+    def manifest(self, identity: Mapping[str, Any], measured: tuple[Measured, Drift] | None) -> dict[str, Any]:
         defense, source, device = self.defense, self.source, device_of(self.defense)
         masks = getattr(defense, "masks", None)
-        model = None if self.classifier is None else classifier_summary(self.classifier)
         tau: dict[str, Any] | None = None
         engine = getattr(defense, "engine", None) or Engine()
         if measured is not None:
@@ -274,24 +338,11 @@ class Session:
             between = drift.tau("tf32") if "tf32" in drift.changes else None
             tau = {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32, "tf32_measured": between}
             tau |= {"drift": asdict(drift) | {"bound": drift.bound}}
-        data_sha256 = source.listing_sha256(self.indices)
-        self.remarks = network_remarks(self.classifier, data_sha256)
-        threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
-        identity = {
-            "architecture": model and model["architecture"],
-            "weights_sha256": None if self.classifier is None else weights_sha256(self.classifier),
-            "data_sha256": data_sha256,
-            "images": f"{len(self.indices)} of {len(source)}",
-            "preprocessing": preprocessing_facts(self.how),
-            "fill": model and model["fill"],
-            "device": device.type,
-            "defense": threat | defense.describe(),
-            **({} if self.attacker is None else {"attack": asdict(self.attacker.plan)}),
-        }
+        self.remarks = network_remarks(self.classifier, identity["data_sha256"])
         facts = {
             "guarantee": defense.guarantee,
             "remarks": self.remarks,
-            "model": model,
+            "model": None if self.classifier is None else classifier_summary(self.classifier),
             "data": {
                 "name": source.name,
                 "split": source.split,
@@ -306,7 +357,7 @@ class Session:
             "compile": engine.compile,
             "processes": self.team.size,
         }
-        return new_manifest("certify" if self.attacker is None else "attack", self.config, identity, facts, device)
+        return new_manifest(self.command, self.config, identity, facts, device)
 
     def give_engine(self, engine: Measured | None) -> None:
         if engine is not None and hasattr(self.defense, "with_engine"):
@@ -377,8 +428,6 @@ class Session:
         the undefended answer is not part of the defence.
         """
         labels = (batch.labels if self.classes is None else self.classes[batch.labels]).to(images.device)
-        if int(labels.min()) < 0:
-            raise InputError(f"labels cannot be negative: image {batch.indices[int(labels.argmin())]} has one that is")
         undefended = None
         if evaluator is not None:
             evaluator.audit = Audit()

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
+from patchproof.geometry import size_words
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.types import CheckError, InputError, require_free
@@ -28,6 +29,9 @@ FOLLOWS_FROM = {
 
 THREAT = ("name", "image_size", "patch_sizes", "patches")
 """Of a defence; the rest follows from its name."""
+
+SIZES = ("patch_sizes", "image_size", "resize", "crop")
+"""What is said as 12×12."""
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading values from damaged or hostile JSON may raise."""
@@ -223,7 +227,7 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
     follows = dict.fromkeys(own - set(THREAT), ("name",)) | FOLLOWS_FROM
     different = [one for one in different if not names & set(follows.get(one[0], ()))]
     if different:
-        named = "; ".join(f"{key} was {_short(before)}, now {_short(now)}" for key, before, now in different)
+        named = "; ".join(f"{key} was {_short(key, before)}, now {_short(key, now)}" for key, before, now in different)
         if stored["command"] == "train" and "weights_sha256" in names:
             named += "; the classifier must be as it was when the training began, so build or load it anew"
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
@@ -238,7 +242,10 @@ def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any
         yield key, before, now
 
 
-def _short(value: Any) -> str:
+def _short(key: str, value: Any) -> str:
+    sizes = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    if key in SIZES and all(isinstance(size, list) and [type(side) for side in size] == [int, int] for size in sizes):
+        return size_words(*((height, width) for height, width in sizes))
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch("[0-9a-f]{64}", text):  # a sha256
         return f"{text[:12]}…"

@@ -60,7 +60,7 @@ def measure_tau(
             if len(batch.images):
                 return _measured(defense, engine, as_images(batch.images, device), copies, work)
             reason = reason or f", e.g. {batch.bad[0].path}: {batch.bad[0].reason}"
-    raise InputError(f"none of the {len(indices)} images of {source.name} can be read{reason}")
+    raise InputError(f"none of the {len(indices)} images can be read{reason}")
 
 
 def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from patchproof.data import ImageSource, evenly_spread, open_dataset
-from patchproof.geometry import MaskSet, Rect, Rects, size_words, whole_size
+from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import (
     BEGIN_AGAIN,
@@ -133,7 +133,8 @@ class StoredCertification(_Stored):
             return "unknown size"
         native = f", footprint of {printable(str(self.config.get('patch')))} native" if self.native else ""
         two = "" if self.patches == 1 else "two patches of "
-        return f"{two}{size_words(*self.patch_sizes)} px ({self.patch_percent:.1f}%){native}"
+        sizes = (footprint_words if self.native else size_words)(*self.patch_sizes)
+        return f"{two}{sizes} px ({self.patch_percent:.1f}%){native}"
 
     def class_name(self, label: int) -> str:
         return "alarm" if label < 0 else self.class_names.get(label, f"class {label}")
@@ -174,9 +175,9 @@ class StoredTraining(_Stored):
 StoredRun = StoredCertification | StoredTraining
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[list[StoredCertification], list[StoredTraining]]:
+def read_runs(folders: Sequence[Path | str]) -> tuple[list[StoredCertification], list[StoredTraining]]:
     """Each folder once, in order, named by the shortest end of its path that no other folder shares."""
-    unique: dict[Path, Path] = {}
+    unique: dict[Path, Path | str] = {}
     for folder in folders:
         unique.setdefault(Path(os.path.realpath(folder)), folder)  # Path.resolve fails on links that form a loop
     ends = Counter(path.parts[-count:] for path in unique for count in range(1, len(path.parts) + 1))
@@ -188,8 +189,9 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[StoredCertification], list[
     return [r for r in found if isinstance(r, StoredCertification)], [r for r in found if isinstance(r, StoredTraining)]
 
 
-def read_run(folder: Path, name: str | None = None) -> StoredRun:
+def read_run(folder: Path | str, name: str | None = None) -> StoredRun:
     """The run in this folder; InputError where there is none, CheckError where it cannot be trusted."""
+    folder = Path(folder)
     path = folder / "manifest.json"
     if not path.is_file():
         if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):

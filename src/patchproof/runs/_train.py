@@ -163,10 +163,10 @@ def train(
             seconds, clock = time.monotonic() - clock, time.monotonic()
             epoch = progress.add(report, seconds)
             try:
-                if on_step is not None:
-                    on_step(report)
                 if epoch is not None and on_epoch is not None:
                     on_epoch(epoch)
+                if on_step is not None:  # last: it may end the training
+                    on_step(report)
             except BaseException:
                 if epoch is None:  # a step that was seen is on disk
                     progress.save()

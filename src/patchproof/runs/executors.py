@@ -211,7 +211,10 @@ def _joined() -> tuple[Store, int, int]:
 
 def environment_number(name: str, default: int) -> int:
     """A number that a launcher puts into the environment."""
-    return int(os.environ.get(name, default))
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise InputError(f"{name} must be a whole number, not {text!r}; start with torchrun, or unset it")
+    return int(text)
 
 
 @cache
