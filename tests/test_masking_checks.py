@@ -103,7 +103,7 @@ REFUSED = {
     "answers zero for every class": (lambda: lambda x: torch.zeros(len(x), 3), {}),
     "in fp16; use a wider precision": (lambda: linear(weight=1e6), {"precision": "fp16"}),
     "has 3 classes, 10 were expected": (linear, {"num_classes": 10}),
-    "has 1 classes, at least 2 were expected": (lambda: lambda x: x.flatten(1)[:, :1], {"num_classes": None}),
+    "has one output z: give two logits": (lambda: lambda x: x.flatten(1)[:, :1], {"num_classes": None}),
     r"fails on images of \(1, 8, 8\) .* is it built for that shape": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 3)).eval(),
         {},

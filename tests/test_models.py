@@ -648,6 +648,26 @@ def test_a_new_head_for_classes_that_are_known_answers_as_the_old_one(model: str
     assert replace_head(before, 2, ("d", "e"), seed=1).source.endswith("fresh head for 2 classes")
 
 
+def test_a_new_head_of_another_shape_than_the_old_one_is_fresh() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head: nn.Module = nn.Linear(3, 4)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.head(images.mean(dim=(2, 3)))
+
+        def get_classifier(self) -> nn.Module:
+            return self.head
+
+        def reset_classifier(self, num_classes: int) -> None:
+            self.head = nn.Linear(3, num_classes, bias=False)
+
+    options: Any = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "input_size": (8, 8), "num_classes": 4}
+    before = ImageClassifier(Own(), class_names=("a", "b", "c", "d"), **options)
+    assert replace_head(before, 2, ("d", "b"), seed=1).source.endswith("fresh head for 2 classes")
+
+
 # Checkpoints
 
 

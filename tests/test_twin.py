@@ -84,6 +84,36 @@ def test_a_compiled_copy_has_batch_normalisation_folded_in(model, generator, mon
     assert max(errors) < 0.01 * float(exact.abs().max())
 
 
+class TwoNames(nn.Module):
+    """Its normalisation is called by another name than the one it is listed under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.norm, self.head = self.layers[1], nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers[0](images)).relu().mean(dim=(2, 3)))
+
+
+def hooked() -> nn.Module:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5))
+    network[1].register_forward_hook(lambda _, __, output: output.square())
+    return network
+
+
+@pytest.mark.parametrize("make", [TwoNames, hooked])
+def test_what_cannot_be_folded_is_scaled(make, generator, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    network = make().eval()
+    pixels = torch.rand(4, 3, 8, 8, generator=generator)
+    twin = Twin.of(network, torch.float16, input_shape=(3, 8, 8), compiled=True)
+    assert twin.network is not None
+    assert not twin.folded
+    exact, fast = network(pixels), twin.network(pixels.half())
+    assert float((exact - fast).abs().max()) < 0.01 * float(exact.abs().max())
+
+
 def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, images):
     forward(classifier, images, precision="bf16")
 

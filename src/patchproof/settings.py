@@ -242,9 +242,8 @@ class TrainingSettings(Checked):
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
     compile: bool = False
-    """Compile the network for the search, the losses `bagcert` and `ibp`, and on a GPU the step, whose kernels are
-    recorded and replayed: a minute at the start, faster steps after. What the network's forward pass does in Python
-    happens once."""
+    """Compile the network for the search, the loss `bagcert`, and on a GPU the step, whose kernels are recorded and
+    replayed: a minute at the start, faster steps after. What the network's forward pass does in Python happens once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

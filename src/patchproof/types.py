@@ -196,8 +196,8 @@ def require_free(folder: Path | None, *, resume: bool) -> None:
         return
     try:
         there = next((place for place in (folder, *folder.parents) if place.exists()), None)
-    except OSError as error:
-        raise InputError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        raise InputError(f"cannot create the folder {str(folder)!r}: {getattr(error, 'strerror', error)}") from error
     if there is not None and not there.is_dir():
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
     if not resume and (folder / "manifest.json").exists():

@@ -180,7 +180,7 @@ def attack_in_turn(
         if not len(rows):
             break
         generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
-        now = attack(images[rows], labels[rows], generators=generators)
+        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)  # with its checks
         for row, place in zip(rows.tolist(), now.places, strict=True):
             places[row] = place
         found = Attacked(

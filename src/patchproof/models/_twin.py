@@ -49,7 +49,15 @@ class Twin:
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype, *, input_shape: tuple[int, int, int], compiled: bool) -> Twin:
+    def of(
+        cls,
+        module: nn.Module,
+        dtype: torch.dtype,
+        *,
+        input_shape: tuple[int, int, int],
+        compiled: bool,
+        fold: bool = True,
+    ) -> Twin:
         exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether scaling is
         with torch.inference_mode(False), torch.no_grad(), exact:
             device = next((t.device for part in _parts(module) for t in _own(part)), torch.device("cpu"))
@@ -59,13 +67,16 @@ class Twin:
                 pairs, last, expected = _trace(network, images)
                 twin = cls(network, structure_of(module), mine=dict(network.named_modules()))
 
-                def unchanged(some: list[tuple[str, str]]) -> bool:
-                    twin.scaled = some
-                    twin.follow(module, trial=torch.Generator().manual_seed(0))
+                def unchanged() -> bool:
                     return bool((network(images) - expected).abs().amax() <= INEXACT * expected.abs().amax())
 
-                twin.scaled = pairs if unchanged(pairs) else [pair for pair in pairs if unchanged([pair])]
-                twin.folded = compiled and dtype != torch.float32
+                def scalable(some: list[tuple[str, str]]) -> bool:
+                    twin.scaled = some
+                    twin.follow(module, trial=torch.Generator().manual_seed(0))
+                    return unchanged()
+
+                twin.scaled = pairs if scalable(pairs) else [pair for pair in pairs if scalable([pair])]
+                twin.folded = fold and compiled and dtype != torch.float32
                 if twin.folded:
                     for _, name in twin.scaled:
                         twin.mine[name] = Shift(twin.mine[name])
@@ -73,6 +84,8 @@ class Twin:
                     for name, _ in twin.scaled:
                         twin.mine[name].register_parameter("bias", None)
                 twin.follow(module)
+                if twin.folded and not unchanged():  # a normalisation with two names, or a hook of its own
+                    return cls.of(module, dtype, input_shape=input_shape, compiled=compiled, fold=False)
                 _convert(network, dtype, twin.mine[last] if last else None)
                 twin.follow(module)
                 network(images.to(dtype))
@@ -146,8 +159,9 @@ class Twin:
                 found[convolution] = [weight]
                 found[normalisation] = [sum(bias, -moved_mean) if bn.bias is None else sum(bias, bn.bias - moved_mean)]
             else:
-                moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance}
-                found[convolution] = [weight, *bias]
+                moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance, id(conv.weight): weight}
+                moved |= {id(conv.bias): value for value in bias}
+                found[convolution] = [moved.get(id(tensor), tensor) for tensor in _own(conv)]
                 found[normalisation] = [moved.get(id(tensor), tensor) for tensor in _own(bn)]
         return found
 
@@ -227,8 +241,9 @@ def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> 
     def downwards(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output.to(dtype)  # a layer that returns something else is not converted: this fails
 
+    exact = {id(part) for shift in network.modules() if isinstance(shift, Shift) for part in shift.modules()}
     for part in list(network.modules()):
-        if isinstance(part, (nn.modules.batchnorm._BatchNorm, Shift)):
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) or id(part) in exact:
             continue
         harmed = not any(part.children()) and any(_harmed(tensor, dtype) for tensor in _own(part))
         if part is last or harmed:

@@ -296,9 +296,10 @@ class StepLoss(nn.Module):
         self.classifier, self.masked = classifier, masked
         self.plan, self.loss, self.teacher = plan, loss, teacher
         self.of_whole_batch: Any = loss
-        if plan.compile and loss is not None and isinstance(plan.loss, str):
-            drawn_as_ever: Any = {"fallback_random": True}
-            self.of_whole_batch = torch.compile(cast(Any, loss).__call__, dynamic=False, options=drawn_as_ever)
+        self.largest = 0
+        # Not that of `ibp`: it changes with the progress, and would be compiled again in every step.
+        if plan.compile and plan.loss == "bagcert":
+            self.of_whole_batch = torch.compile(cast(Any, loss).__call__, dynamic=False)
 
     def forward(
         self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
@@ -314,7 +315,8 @@ class StepLoss(nn.Module):
                 teacher=self.teacher,
                 teacher_weight=self.plan.teacher_weight,
             )
-        loss: Any = self.of_whole_batch if len(images) == self.plan.batch_size else self.loss
+        self.largest = max(self.largest, len(images))
+        loss: Any = self.of_whole_batch if len(images) == self.largest else self.loss
         mean = loss(self.classifier, images, labels, progress)
         return mean, mean.detach().expand(keep.shape[:2])
 

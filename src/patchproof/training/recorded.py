@@ -49,6 +49,7 @@ class RecordedPass(MaskedForward):
         )
         # Gradients are recorded on a stream of their own, which torch would warn of at every training.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        own, collecting = network._compiled_call_impl, gc.isenabled()
         network.compile(dynamic=False, options={"fallback_random": True})  # dropout as without
         gc.collect()
         gc.disable()  # an older recording that is collected during this one would end it
@@ -65,8 +66,9 @@ class RecordedPass(MaskedForward):
                 "compile=False"
             ) from error
         finally:
-            gc.enable()
-            network._compiled_call_impl = None
+            if collecting:
+                gc.enable()
+            network._compiled_call_impl = own
         for buffer, value in buffers:
             buffer.copy_(value)
         self._shape = images.shape
