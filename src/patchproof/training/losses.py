@@ -48,6 +48,7 @@ class BagCertHinge:
 
     @classmethod
     def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertHinge:
+        """With the windows made beforehand: compiled, the loss would make them in every step."""
         blank = classifier.mean.new_zeros(1, len(classifier.shift), *classifier.input_size)
         with torch.no_grad(), evaluating(classifier):
             rows, columns = classifier.local_logits(blank).shape[2:]

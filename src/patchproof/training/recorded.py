@@ -52,7 +52,7 @@ class RecordedPass(MaskedForward):
         own, collecting = network._compiled_call_impl, gc.isenabled()
         network.compile(dynamic=False, options={"fallback_random": True})  # dropout as without
         gc.collect()
-        gc.disable()  # an older recording that is collected during this one would end it
+        gc.disable()  # an older recording that is collected during this one may end it
         try:
             with COPYING, torch.random.fork_rng(devices=[images.device]), mixed:
                 self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]
