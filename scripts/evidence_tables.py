@@ -11,7 +11,7 @@ from patchproof.report import Cell, Column, Table
 from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
-ORDER = [*STRATEGIES, "pair", "student"]
+ORDER = [*STRATEGIES, "memory32", "pair", "three", "student"]
 TITLES = {
     "imagenette": "ImageNette",
     "imagenette-one-epoch": "ImageNette, one epoch",

@@ -14,6 +14,7 @@ from patchproof.models import load_classifier
 from patchproof.recipes import (
     ARCHITECTURES,
     FIELD_RECIPES,
+    STRONGER,
     find_recipe,
     matching_recipes,
     needs_training,
@@ -42,7 +43,7 @@ def test_cells_are_those_of_the_paper(name, patch, masks, certified):
 
 def test_every_recipe_names_things_that_exist():
     assert len(recipes()) == 112
-    assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES)
+    assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES) + len(STRONGER)
     for recipe in recipes().values():
         assert recipe.settings()["strategy"] in STRATEGIES
         assert recipe.architecture in ARCHITECTURES
@@ -68,10 +69,9 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
     cells = {name: [e.certified for e in recipe.expectations] for name, recipe in FIELD_RECIPES.items()}
     assert cells["cifar10-32px-derandomized-smoothing"] == [68.9, 56.2]
     assert cells["cifar10-32px-bagcert"] == [72.9, 60.0]
-    threat = PatchThreat((32, 32), ((5, 5),))
     for name in families - {"patchcleanser"}:
         assert f"the recipe cifar10-32px-{name} trains one" in str(needs_training(name, 0.9, 0.4))
-    for name, recipe in FIELD_RECIPES.items():
+    for name, recipe in {**FIELD_RECIPES, **STRONGER}.items():
         tokens = ["train", "--recipe", name]
         kind, layers = _layers(tokens)
         app = build_app({**SETTINGS, "train": kind})
@@ -83,8 +83,9 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
             with pytest.raises(InputError, match=first):
                 trained(settings, Console())
         plan = part(settings, Plan)
-        assert plan.epochs == epochs[name]
+        assert plan.epochs == int(str(recipe.settings()["epochs"]))
         classifier = load_classifier(str(recipe.settings()["model"]), "random")
+        threat = PatchThreat.square(image_size=classifier.input_size, pixels=5)
         LOSSES[str(plan.loss)](classifier, threat)
         defense(plan.validate_with, classifier, threat)
         for expected in recipe.expectations:

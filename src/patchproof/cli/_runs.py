@@ -442,5 +442,6 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             print_json({"folder": str(results.folder), "paper": asdict(expected), **results.content})
             continue
         console.print(results_table(results.content, title=title))
-        clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
-        console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")
+        if expected.certified is not None:
+            clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
+            console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

@@ -86,7 +86,7 @@ def recipes_table(pattern: str) -> Table:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
     for recipe in found:
         tables = ", ".join(sorted({e.table for e in recipe.expectations}))
-        cells = {(e.patch, e.masks): e.certified for e in recipe.expectations}
+        cells = {(e.patch, e.masks): e.certified or "-" for e in recipe.expectations}
         patches = dict.fromkeys(e.patch for e in recipe.expectations)
         words = "   ".join(f"{p}: {cells.get((p, 3), '-')} / {cells.get((p, 6), '-')}" for p in patches)
         if recipe.defense != "patchcleanser":
