@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from patchproof.defenses._base import Certificates, OwnDefense, require_labels
+from patchproof.defenses._base import Certificates, OwnDefense, device_of, require_labels
 from patchproof.defenses._table import BLOCK
 from patchproof.geometry import PatchThreat, inside
 from patchproof.masking import Engine, evaluating, label_range, require_classes, require_images
@@ -62,6 +62,12 @@ class IntervalBounds(OwnDefense):
         """Of an image that fails at once."""
         return min(BLOCK, len(self.parts))
 
+    @property
+    def images_at_once(self) -> int:
+        """On a slow CPU few enough that records come often."""
+        windows = super().images_at_once
+        return windows if device_of(self).type == "cuda" else max(1, windows // 16)
+
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"guarantee": self.guarantee, "arithmetic": "float64 intervals"}
 
@@ -91,13 +97,13 @@ class IntervalBounds(OwnDefense):
         image = torch.arange(count, device=device).repeat_interleave(len(self.parts))
         parts = self.parts.to(device).repeat(count, 1)
         doubt = torch.arange(len(self.parts), device=device).double().repeat(count)
-        block = BLOCK
+        block, at_once = BLOCK, super().images_at_once
         while len(image):
             order = by_image(image, doubt)
             image, parts, doubt = image[order], parts[order], doubt[order]
             now = torch.arange(len(image), device=device) - torch.searchsorted(image, image) < block
             rows, tried, windows = image[now], parts[now], windows_of(parts[now])
-            chunks = zip(rows.split(self.images_at_once), windows.split(self.images_at_once), strict=True)
+            chunks = zip(rows.split(at_once), windows.split(at_once), strict=True)
             found = [self._bounds(images[some], labels[some], window) for some, window in chunks]
             least, other = (torch.cat(values) for values in zip(*found, strict=True))
             proven, single = least > 0, (tried[:, 2:4] == 1).all(dim=1)
