@@ -85,8 +85,6 @@ def defense(
         raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
     if not isinstance(threat, PatchThreat):
         raise InputError(f"threat must be a pp.PatchThreat, e.g. PatchThreat.square(…), not {kind_of(threat)}")
-    if threat.patches > getattr(entry.kind, "most_patches", 1):
-        raise InputError(f"the defence `{name}` is for one patch, the threat has patches={threat.patches}")
     return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))
 
 
