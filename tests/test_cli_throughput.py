@@ -48,7 +48,7 @@ def test_a_raw_rate_is_a_rate():
 def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
     chosen = []
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench, "measure", lambda settings, say: chosen.append(named_network(settings)) or {"differ": {}})
+    monkeypatch.setattr(bench, "measure", lambda s, say: chosen.append(named_network(s)) or {"differ": {}})
     assert run(["bench", "--json"]) == 0
     assert chosen == [("small", "embedded")]
 
