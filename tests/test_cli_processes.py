@@ -108,9 +108,10 @@ def test_one_of_two_killed_three_finish_it(commands, whole, tmp_path):
 
 
 def test_attacks_of_two_processes_are_those_of_one(commands, whole, tmp_path):
-    words = "attack --masks 2 --batch-size 8 --limit 4 --weights embedded --steps 4 --restarts 1 --places 1".split()
+    plan = ("--steps", "4", "--restarts", "1", "--places", "1")
+    words = ("attack", "--masks", "2", "--limit", "4", "--weights", "embedded", *plan)
     assert run([*words, "--output", "alone"]) == 0
-    both, _store = forked(commands, 2, "--output", "both", words=tuple(words))
+    both, _store = forked(commands, 2, "--output", "both", words=words)
     assert [rank.wait() for rank in both] == [0, 0], both[1].complaint
     kept = [path.relative_to("alone") for path in Path("alone").rglob("*.safetensors")]
     assert kept

@@ -19,7 +19,7 @@ from patchproof.defenses._base import (
 from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
-from patchproof.defenses.local import BagCert, ClippedBagNet, LocalDefense, PatchGuardBagNet
+from patchproof.defenses.local import BagCert, ClippedBagNet, PatchGuardBagNet
 from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two_mask_labels
 from patchproof.defenses.smoothing import DerandomizedSmoothing, PatchGuardSmoothing, SmoothedViT
 from patchproof.geometry import PatchThreat
@@ -100,7 +100,6 @@ __all__ = [
     "DerandomizedSmoothing",
     "EvaluatedDefense",
     "IntervalBounds",
-    "LocalDefense",
     "MaskTable",
     "MaskedDefense",
     "PatchCleanser",
