@@ -22,7 +22,7 @@ from typing import Any
 
 from evidence_records import runs_of, stored
 
-from patchproof.geometry import size_words
+from patchproof.geometry import patch_words, size_words
 from patchproof.recipes import FIELD_RECIPES
 from patchproof.runs import StoredCertification, read_run
 
@@ -39,8 +39,8 @@ ALSO = {  # runs of the paper's own evidence that are about the same images and 
 
 def row(run: StoredCertification, note: str, folder: str) -> dict[str, Any]:
     """What a run shows, counted from its records."""
-    side = str(run.config.get("patch")).removesuffix("px")
-    patch = f"{side}×{side}" if run.native else size_words(*run.patch_sizes)
+    patch = patch_words(str(run.config["patch"])) if run.native else size_words(*run.patch_sizes)
+    patch = patch.removesuffix(" pixels") if run.patches == 1 else f"two of {patch}"
     return {
         "defense": run.defense,
         "guarantee": run.guarantee,
@@ -61,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
     places = {path: (path.parent / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
     places |= {ROOT / "results" / path: note for path, note in ALSO.items()}
     runs = {path: stored(path) for path in places}
-    tested = {path: run for path, run in runs.items() if run.config["split"] != "train"}
+    tested = {path: run for path, run in runs.items() if run.manifest["data"]["split"] != "train"}
     found = [row(run, places[path], str(path.relative_to(ROOT))) for path, run in tested.items()]
     for recipe in FIELD_RECIPES.values():
         for cell in recipe.expectations:
@@ -106,24 +106,21 @@ COLUMNS = (
 )
 
 
-def cells(one: dict[str, Any]) -> list[tuple[str, float | str]]:
-    """What is shown, and what it is sorted by."""
-    passes, clean = one["passes_per_image"], one["clean"]
-    source = one["source"] if one["measured"] else f"literature: {one['source']}"
-    plain = [one[name] for name in ("defense", "guarantee", "data", "patch")]
+def cells(one: dict[str, Any]) -> list[str]:
+    passes = one["passes_per_image"]
     return [
-        *((value, value) for value in plain),
-        (percent(one["certified"]), one["certified"]["rate"]),
-        (percent(clean), -1.0 if clean is None else clean["rate"]),
-        ("" if passes is None else f"{passes:,.1f}", -1.0 if passes is None else passes),
-        (one["network"], one["network"]),
-        (source, source),
+        *(one[name] for name in ("defense", "guarantee", "data", "patch")),
+        percent(one["certified"]),
+        percent(one["clean"]),
+        "" if passes is None else f"{passes:,.1f}",
+        one["network"],
+        one["source"] if one["measured"] else f"literature: {one['source']}",
     ]
 
 
 def page(found: list[dict[str, Any]]) -> str:
     """One HTML file; a click on a heading sorts."""
-    head = "".join(f"<th tabindex=0>{name}</th>" for name in COLUMNS)
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
     breaks = {" = ": "&nbsp;=&nbsp;", "/": "/<wbr>"}  # where a line may end, and where not
 
     def shown(text: str) -> str:
@@ -131,7 +128,7 @@ def page(found: list[dict[str, Any]]) -> str:
 
     body = "\n".join(
         f'<tr class="{"ours" if one["measured"] else "theirs"}">'
-        + "".join(f'<td data-by="{html.escape(str(by))}">{shown(text)}</td>' for text, by in cells(one))
+        + "".join(f"<td>{shown(text)}</td>" for text in cells(one))
         + "</tr>"
         for one in found
     )
@@ -143,7 +140,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80re
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; width: 100%; font-size: .9rem }}
 th, td {{ text-align: left; padding: .4rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }}
 td:nth-child(5), td:nth-child(6), td:nth-child(8) {{ min-width: 8.5rem }}
-th {{ cursor: pointer; white-space: nowrap }} th[aria-sort]::after {{ content: " ▾" }}
+th {{ white-space: nowrap }} th[aria-sort]::after {{ content: " ▾" }}
 th[aria-sort=ascending]::after {{ content: " ▴" }} .theirs {{ color: #666; font-style: italic }}
 </style></head><body>
 <h1>Certified defences against adversarial patches</h1>
@@ -154,26 +151,13 @@ promises. Click a heading to sort.</p>
 {body}
 </tbody></table></div>
 <script>
-const heads = [...document.querySelectorAll("th")], body = document.querySelector("tbody");
-function sort(column) {{
-  const descending = heads[column].ariaSort !== "descending";
-  heads.forEach(head => head.removeAttribute("aria-sort"));
-  heads[column].ariaSort = descending ? "descending" : "ascending";
-  const by = row => {{ const text = row.cells[column].dataset.by; return isNaN(text) || !text ? text : Number(text); }};
-  const order = (a, b) => by(a) < by(b) ? -1 : by(a) > by(b) ? 1 : 0;
-  [...body.rows].sort((a, b) => descending ? order(b, a) : order(a, b)).forEach(row => body.append(row));
-}}
-heads.forEach((head, column) => {{
-  head.onclick = () => sort(column);
-  head.onkeydown = event => event.key === "Enter" && sort(column);
-}});
-</script></body></html>
+{(ROOT / "docs" / "_static" / "sort.js").read_text("utf-8")}</script></body></html>
 """
 
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join(lines + ["| " + " | ".join(text for text, _ in cells(one)) + " |" for one in found])
+    return "\n".join(lines + ["| " + " | ".join(cells(one)) + " |" for one in found])
 
 
 def votes_table() -> str:

@@ -51,14 +51,15 @@ def torchrun(processes: int, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def forked(commands: Server, processes: int, *arguments: str) -> tuple[list[Command], TCPStore]:
+def forked(
+    commands: Server, processes: int, *arguments: str, words: tuple[str, ...] = ("certify", *SETTINGS)
+) -> tuple[list[Command], TCPStore]:
     """Processes that know each other through what `torchrun` puts into their environment, and their store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    words = ["certify", *SETTINGS, *arguments]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return [commands.start(words, environment=common | rank) for rank in ranks], store
+    return [commands.start([*words, *arguments], environment=common | rank) for rank in ranks], store
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -104,6 +105,18 @@ def test_one_of_two_killed_three_finish_it(commands, whole, tmp_path):
     again, _store = forked(commands, 3, "--output", "killed", "--resume")
     assert [rank.wait() for rank in again] == [0, 0, 0], again[0].complaint
     assert_records_of_one(whole, tmp_path / "killed", 3)
+
+
+def test_attacks_of_two_processes_are_those_of_one(commands, whole, tmp_path):
+    plan = ("--steps", "4", "--restarts", "1", "--places", "1")
+    words = ("attack", "--masks", "2", "--limit", "4", "--weights", "embedded", *plan)
+    assert run([*words, "--output", "alone"]) == 0
+    both, _store = forked(commands, 2, "--output", "both", words=words)
+    assert [rank.wait() for rank in both] == [0, 0], both[1].complaint
+    kept = [path.relative_to("alone") for path in Path("alone").rglob("*.safetensors")]
+    assert kept
+    for name in ("records.jsonl", *kept):
+        assert Path("both", name).read_bytes() == Path("alone", name).read_bytes()
 
 
 def test_what_every_process_gets_wrong_the_main_one_says(commands, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import torch
 
 import patchproof as pp
 import reference
-from patchproof.cli import run
+from patchproof.cli import bench, run
+from patchproof.cli._setup import named_network
 from patchproof.cli.bench import peer_certify, peer_predict, raw_rate
 from patchproof.models import load_classifier
 from small_model import plain_classifier
@@ -42,6 +43,14 @@ def test_the_peer_decides_as_we_do(generator):
 def test_a_raw_rate_is_a_rate():
     network = load_classifier("small", "random", num_classes=3).module
     assert raw_rate(network, torch.rand(4, 3, 28, 28), precision="bf16", seconds=0.05) > 1
+
+
+def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "measure", lambda s, say: chosen.append(named_network(s)) or {"differ": {}})
+    assert run(["bench", "--json"]) == 0
+    assert chosen == [("small", "embedded")]
 
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):

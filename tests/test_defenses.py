@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import patchproof as pp
-from patchproof.defenses import Defense, MaskedDefense, assess
+from patchproof.defenses import Defense, assess
 from patchproof.defenses._table import TABLE_CELLS
 from patchproof.runs._cost import require_memory
 from patchproof.types import CheckError, InputError
@@ -94,9 +94,9 @@ def test_two_patches_are_for_defences_that_say_so_and_described_where_there_are_
     monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 200_000_000)
     with pytest.raises(InputError, match=r"2,080 masks make up to 679,120 masked copies .* per_axis 6 is the most"):
         require_memory(large)
-    monkeypatch.delattr(MaskedDefense, "most_patches")
-    with pytest.raises(InputError, match="the defence `alarm` is for one patch, the threat has patches=2"):
-        pp.defense("alarm", classifier, two)
+    for name in set(pp.DEFENSES) - {"patchcleanser", "alarm"}:
+        with pytest.raises(InputError, match=f"{name} certifies against one patch, not 2; patchcleanser and alarm"):
+            pp.defense(name, classifier, two)
 
 
 def plain(count=2, **changes):

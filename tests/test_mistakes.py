@@ -164,7 +164,10 @@ def test_constructors_name_the_parameter():
         (lambda: pp.covering_masks(THREAT, per_axis=2.5), "per_axis must be a whole number"),
         (lambda: pp.covering_masks((16, 16), per_axis=3), "threat must be a pp.PatchThreat"),
         (lambda: pp.PatchCleanser(Net(), THREAT, pp.covering_masks(THREAT, per_axis=3)), "masks must be a pp.MaskSet"),
-        (lambda: pp.defense("alarm", Net(), THREAT, engine="fp16"), "engine must be a pp.Engine"),
+        *(
+            (lambda name=name: pp.defense(name, Net(), THREAT, engine="fp16"), "engine must be a pp.Engine")
+            for name in pp.DEFENSES
+        ),
         (lambda: pp.defense("alarm", "resnet50", THREAT), "pp.load_classifier makes one"),
         (lambda: pp.Ensemble(Net()), r"members must be a list .* e.g. pp.Ensemble\(\[first, second\]\)"),
         (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit=1.5), "limit must be a whole number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import lzma
 import re
@@ -14,20 +15,26 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+import patchproof as pp
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 RUN = Path("imagenette") / "greedy-seed0" / "certify-3percent-3x3"
 
 
-@pytest.fixture(scope="module")
-def rebuild():
+def script(name: str):
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        import rebuild
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
-    return rebuild
+
+
+@pytest.fixture(scope="module")
+def rebuild():
+    return script("rebuild")
 
 
 def stored(folder: Path, name: str = "records") -> bytes:
@@ -316,6 +323,22 @@ def test_nothing_in_results_names_the_machine_it_was_made_on():
 @pytest.mark.slow
 def test_the_leaderboard_is_current():
     subprocess.run([sys.executable, str(ROOT / "scripts" / "leaderboard.py"), "--check"], check=True)
+
+
+def test_a_run_from_python_becomes_a_row_and_two_patches_are_not_taken_for_one(tmp_path, monkeypatch):
+    leaderboard, folder = script("leaderboard"), tmp_path / "mine"
+    monkeypatch.setattr(leaderboard, "ROOT", tmp_path)
+    monkeypatch.setattr(leaderboard, "FOLDER", tmp_path)
+    monkeypatch.setattr(leaderboard, "ALSO", {})
+    data = [(torch.full((1, 9, 9), i / 4), i % 2) for i in range(4)]
+    for patches in (1, 2):
+        threat = pp.PatchThreat((9, 9), ((2, 3),), patches)
+        defense = pp.defense("alarm", lambda images: images.flatten(1)[:, :2], threat)
+        pp.certify(defense, data, folder=folder / f"certify-{patches}")
+    (folder / "note.txt").write_text("two pixels\n")
+    one, two = (row for row in leaderboard.rows() if row["measured"])
+    assert (one["patch"], two["patch"]) == ("2×3", "two of 2×3")
+    assert (one["network"], one["certified"]["n"], one["data"]) == ("two pixels", 4, "images")
 
 
 def test_the_leaderboard_is_what_a_plain_count_of_the_records_gives():

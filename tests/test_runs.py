@@ -19,6 +19,7 @@ from patchproof.attacks import AttackPlan
 from patchproof.cli.ls import run_values, runs_below
 from patchproof.data import open_dataset
 from patchproof.runs import Record, measure_on_generated, read_run
+from patchproof.runs._attack import Attacker
 from patchproof.runs.executors import InProcess
 from patchproof.types import CheckError, InputError
 from reference import measured
@@ -163,6 +164,9 @@ def test_folders_of_earlier_versions_and_packed_ones(finished, tmp_path):
     assert again.content["audit"]["steps"] == {"fp32": 5}
     assert again.content["cost"]["seconds"] >= 1000
     assert not hasattr(again, "attacked")
+    for odd in ([], {"steps": [], "largest_change": 0.25, "shares": []}):
+        (folder / "results.json").write_text(json.dumps(results | {"audit": odd}))
+        assert pp.certify(double_masking(), PICTURES, folder=folder, resume=True).content["audit"]["steps"] == {}
     with lzma.open(folder / "records.jsonl.xz", "wb") as packed:
         packed.write((folder / "records.jsonl").read_bytes())
     (folder / "records.jsonl").unlink()
@@ -287,6 +291,12 @@ def test_attacks_keep_the_order_per_image_and_certificates_that_fall_are_kept(tm
     kept = tmp_path / "fell/broken" / str(fallen.broken[0].index)
     assert {path.name for path in kept.iterdir()} >= {"pixels.safetensors", "tables.json", "patched.png"}
     assert json.loads((kept / "tables.json").read_text())["answer_to_patched"] == fallen.broken[0].attack.attacked_label
+
+
+def test_a_patch_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "patches" / "0.part").mkdir(parents=True)
+    with pytest.raises(CheckError, match=r"cannot write 0\.part"):
+        Attacker(AttackPlan()).save(tmp_path, None, Record(0, "x", 0), {"defended": torch.zeros(1, 2, 2)})
 
 
 def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hostile_ones(tmp_path, monkeypatch):

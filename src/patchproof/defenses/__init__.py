@@ -19,7 +19,7 @@ from patchproof.defenses._base import (
 from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
-from patchproof.defenses.local import BagCert, ClippedBagNet, LocalDefense, PatchGuardBagNet
+from patchproof.defenses.local import BagCert, ClippedBagNet, PatchGuardBagNet
 from patchproof.defenses.patchcleanser import PatchCleanser, double_masking, two_mask_labels
 from patchproof.defenses.smoothing import DerandomizedSmoothing, PatchGuardSmoothing, SmoothedViT
 from patchproof.geometry import PatchThreat
@@ -85,8 +85,6 @@ def defense(
         raise InputError(f"the defence `{name}` has no option {unknown[0]!r}; it has {', '.join(known)}")
     if not isinstance(threat, PatchThreat):
         raise InputError(f"threat must be a pp.PatchThreat, e.g. PatchThreat.square(…), not {kind_of(threat)}")
-    if threat.patches > getattr(entry.kind, "most_patches", 1):
-        raise InputError(f"the defence `{name}` is for one patch, the threat has patches={threat.patches}")
     return entry.kind.of(classifier, threat, engine=engine or Engine(), **asdict(entry.options(**options)))
 
 
@@ -102,7 +100,6 @@ __all__ = [
     "DerandomizedSmoothing",
     "EvaluatedDefense",
     "IntervalBounds",
-    "LocalDefense",
     "MaskTable",
     "MaskedDefense",
     "PatchCleanser",

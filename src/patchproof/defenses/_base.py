@@ -69,7 +69,8 @@ class Defense(Protocol):
     `with_engine(measured)`, to be given the τ; `objectives()`, ways to fail for attacks to climb; `surrogate(images)`,
     differentiable scores for them to climb instead of F; `explain(image)`, all that the answer follows from, as JSON,
     to keep with a certificate that fell; `images_at_once`, a good number of images per call; `most_passes`, those that
-    an image takes at most; `evidence`, the names that records of images that could not be read leave empty.
+    an image takes at most; `evidence`, the names that records of images that could not be read leave empty; `device`,
+    where images are to be, if not where the classifier is.
     """
 
     @property

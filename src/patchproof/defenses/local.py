@@ -110,13 +110,13 @@ class LocalDefense(EvidenceDefense):
     """Does the rule ask about windows inside others, too?"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not hasattr(self.classifier, "local_logits") or not hasattr(self.classifier, "receptive_field"):
             kind = getattr(self.classifier, "architecture", type(self.classifier).__name__)
             raise InputError(
                 f"{self.name} needs a classifier with `local_logits` and `receptive_field`, which {kind} lacks; "
                 "the recipe cifar10-32px-bagcert trains a BagNet"
             )
-        super().__post_init__()
         self.require_precision("computes in float64")
         object.__setattr__(self, "exact", Exact(self.classifier))
         assert self.exact.receptive_field  # refused here if it is none

@@ -100,10 +100,11 @@ class ThresholdVotes(Smoothing):
     threshold: float = field(default=0.3, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require_precision("votes in float32")
         if not isinstance(self.engine, Measured):
-            object.__setattr__(self, "engine", replace(self.engine, precision="fp32", compile=False))
-        super().__post_init__()
+            self.evaluator.engine = replace(self.engine, precision="fp32", compile=False)
+            object.__setattr__(self, "engine", self.evaluator.engine)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"threshold": self.threshold}

@@ -6,7 +6,7 @@ Certification, prediction, the training search, attacks and the explorer all eva
 
 from patchproof.masking._arithmetic import AUTOCAST, Network, evaluating, network, tf32
 from patchproof.masking._checks import check_classifier
-from patchproof.masking._drift import Drift, margin_changes, measure_drift
+from patchproof.masking._drift import Drift, margin_changes
 from patchproof.masking._ensemble import Ensemble, Mirror, assembled, weight_names
 from patchproof.masking._evaluator import SHARES, Answers, Audit, Copies, Evaluator, Redone
 from patchproof.masking._images import (
@@ -56,7 +56,6 @@ __all__ = [
     "label_range",
     "margin_changes",
     "masks_for",
-    "measure_drift",
     "network",
     "occlude",
     "out_of_memory",

@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxtyping import Float, Int64
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 from patchproof.attacks import (
@@ -25,6 +24,7 @@ from patchproof.attacks import (
 from patchproof.defenses import EvaluatedDefense, device_of
 from patchproof.geometry import Rect, as_places, rects_of
 from patchproof.masking import Engine, Evaluator
+from patchproof.models import write_state
 from patchproof.runs._folder import dump_json, write_atomically
 from patchproof.runs._record import AttackFindings, Record
 
@@ -82,7 +82,7 @@ class Attacker:
             path = folder / "patches" / f"{record.index}.safetensors"
             path.parent.mkdir(exist_ok=True)
             temporary = path.with_suffix(".part")
-            save_file({name: tensor.contiguous() for name, tensor in patches.items()}, temporary)
+            write_state(patches, temporary)
             temporary.replace(path)
         if "patched" not in kept:
             return
@@ -93,7 +93,7 @@ class Attacker:
         for number, (top, left, height, width) in enumerate(found.places, start=1):
             name = "patch" if number == 1 else f"patch_{number}"
             pixels[name] = patched[:, top : top + height, left : left + width]
-        save_file({name: tensor.contiguous() for name, tensor in pixels.items()}, place / "pixels.safetensors")
+        write_state(pixels, place / "pixels.safetensors")
         for name, tensor in pixels.items():
             values = (tensor.clamp(0, 1) * 255).round().byte()
             picture = values[0] if len(values) == 1 else values.permute(1, 2, 0)

@@ -44,6 +44,7 @@ from patchproof.models import classifier_summary, match_labels, weights_sha256
 from patchproof.runs._attack import Attacker
 from patchproof.runs._cost import require_memory
 from patchproof.runs._folder import (
+    UNREADABLE,
     RunFolder,
     checked_prefix,
     dump_json,
@@ -240,7 +241,7 @@ class Session:
                     found = checked_prefix(self.place.records(), self.indices, self.source.path, where=self.place.path)
                     self.records = list(found)
                     self.tally.add(self.records)
-                    with suppress(KeyError, TypeError, ValueError, OverflowError):  # lost with results.json
+                    with suppress(*UNREADABLE):  # lost with results.json
                         results: Any = read_results(self.place.path)
                         audit, seconds = results["audit"], float(results["cost"]["seconds"])
                         steps, shares = audit.get("steps", {"fp32": audit["redone"]}), audit.get("shares", [0] * SHARES)

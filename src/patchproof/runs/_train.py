@@ -150,9 +150,8 @@ def train(
     manifest = _manifest(trainer, shipped, images, config)
     longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
     with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
-        resumed = None if path is None else load_training(path / "checkpoint-last", trainer)
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
-        notes |= resumed.notes if resumed else {}
+        notes |= {} if path is None else load_training(path / "checkpoint-last", trainer) or {}
         progress = Progress(None if place is None else place.path, trainer, shipped, validate, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -19,13 +19,6 @@ from patchproof.types import CheckError
 
 STATE, TENSORS = "training.json", "training.safetensors"
 SCHEMA = 1
-
-
-class Resumed(NamedTuple):
-    """Where a run stands: the step it has finished, and what its caller noted down."""
-
-    step: int
-    notes: Mapping[str, Any]
 
 
 def save_training(
@@ -70,8 +63,8 @@ def save_training(
     save_checkpoint(shipped, folder, extra=history, write_more=write)
 
 
-def load_training(folder: Path, trainer: Trainer) -> Resumed | None:
-    """Put the trainer where the last checkpoint left it; None if there is none yet."""
+def load_training(folder: Path, trainer: Trainer) -> Mapping[str, Any] | None:
+    """Put the trainer where the last checkpoint left it: what the caller noted down there; None if there is none."""
     place = settled(folder)
     if not place.exists():
         return None
@@ -89,7 +82,7 @@ def load_training(folder: Path, trainer: Trainer) -> Resumed | None:
             f"the checkpoint {place} is damaged ({error}); remove it to begin again, or start a new run from the "
             "weights of checkpoint-best"
         ) from error
-    return Resumed(trainer.step, state["notes"])
+    return state["notes"]
 
 
 def _restore(trainer: Trainer, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
