@@ -107,6 +107,8 @@ REFUSED = {
     "another shape": (paint(then=lambda x: x[:, :, :7]), r"\(2, 1, 7, 10\).* for images of .*\(2, 1, 8, 10\)"),
     "another threat": (raise_the_threat, "a patch of 8×10 pixels, allowed is"),
     "nothing": (lambda *_: None, "must return attacks.Patched"),
+    "one count": (lambda _plugin, x, n: Patched(x, (PLACE,) * 2, n, n[:1]), "must count .* with 2 numbers"),
+    "a plain count": (lambda _plugin, x, n: Patched(x, (PLACE,) * 2, 9, n), "must count passes and queries in one"),
     "a missing place": (lambda _plugin, x, n: Patched(x, (PLACE,), n, n), "names 1 places for 2 images"),
 }
 

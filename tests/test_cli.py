@@ -11,8 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from patchproof import __main__ as entry
 from patchproof import cli, runs
 from patchproof.cli import _setup, run
 from patchproof.cli._process import SIGNALS, Stop
-from patchproof.cli._settings import AttackSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar, clock, results_table
+from patchproof.cli._settings import AttackSettings, CertifySettings, TrainSettings, with_defense
+from patchproof.cli._show import Console, RunBar, TrainingBar, clock, results_table
 from patchproof.data import open_dataset
 from patchproof.geometry import native_threat
 from patchproof.models import load_classifier, save_checkpoint, sealed
@@ -302,7 +303,9 @@ def test_a_folder_of_another_run_is_refused_and_keeps_its_records(undisturbed, c
     assert_one_line(capsys.readouterr().err, "already holds a run; continue it with --resume, or .* another --output")
     place = arguments.index(change[0]) if change[0] in arguments else len(arguments)
     assert certify(*arguments[:place], *arguments[place + 2 :], *change) == 1
-    assert_one_line(capsys.readouterr().err, named)
+    said = capsys.readouterr().err
+    assert_one_line(said, named)
+    assert "measuring" not in said
     assert path.read_bytes() == before
 
 
@@ -342,13 +345,14 @@ WRONG = [
     ("certify --epochs 3", "Unknown option: --epochs. It is for the command demo, train."),
     ("certify --limit 3 --config", "--config requires an argument"),
     ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
+    ("certify --threat-space native --patch 29px", "^patchproof: an image has 28×28 pixels: a 29×29 .*, or leave it"),
     ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),
     ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
     ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
     ("certify --device gpu", "--device must be cpu"),
     ("certify --device meta", "--device must be cpu"),
     ("certify --seed 99999999999999999999999", "--seed must be in"),
-    ("certify --weights=", "--model and --weights cannot be empty"),
+    ("certify --weights=", "what comes after `patchproof certify --weights` is empty; is a variable not set"),
     ("certify --workers 0", "--workers must be at least 1"),
     ("certify --weights random --batch-size 0", "--batch-size must be a positive number"),
     ("certify --config none.yaml", "cannot read the configuration none.yaml"),
@@ -616,7 +620,7 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     assert run(["ls", "runs", ".", "--json"]) == 0
     rows = {row["run"]: row["status"] for row in json.loads(capsys.readouterr().out)}
     assert rows["r"] == "complete; one class"
-    assert rows["t"].endswith("; one class")
+    assert rows["t"].endswith("images that are also the test images (val, split all); one class"), "in a few words"
     for other in (CLASSES[0], CLASSES[2]):
         shutil.rmtree(photos / other)
     assert certify("--dataset", photos, "--weights", "constant", "--output", "only") == 0
@@ -865,6 +869,11 @@ def test_a_run_without_a_name_is_named_after_its_settings():
         ("attack", attack(image_size="56", split="train", limit=7), "4places-56px-train-7images"),
     ):
         assert str(_setup.run_folder(command, settings, source)).endswith(words)
+    trained = with_defense(CertifySettings, "patchcleanser")(
+        model="small", weights="runs/train-my_photos-small-greedy-seed0/checkpoint-last"
+    )
+    name = _setup.run_folder("certify", trained, replace(source, name="my photos"))
+    assert name == Path("runs/certify-my_photos-small-greedy-seed0-checkpoint-last-3%-3x3"), "nothing is said twice"
 
 
 def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, checkpoint, capsys, monkeypatch):
@@ -917,6 +926,19 @@ def test_without_a_terminal_the_time_left_is_that_of_whole_batches(monkeypatch, 
         bar.at(done, f"certified {done}")
     shown = [f"{line}  certified {line.partition('/')[0]}" for line in lines]
     assert console.file.getvalue().splitlines() == shown
+
+
+def test_no_line_about_a_step_comes_after_the_line_of_its_epoch(monkeypatch):
+    now = iter([0.0, 0.0, 10.0, 20.0, 45.0, 50.0])
+    monkeypatch.setattr("patchproof.cli._show.time", type("Clock", (), {"monotonic": staticmethod(lambda: next(now))}))
+    console = Console(width=80, file=io.StringIO())
+    bar = TrainingBar(console, SimpleNamespace(is_main_process=True, log=lambda *_, **__: None), begins="", learns="")
+    bar.begin(0, 4)
+    bar.at(1, "epoch 1/2")
+    bar.at(2, "epoch 1/2")
+    bar.epoch({"epoch": 1, "step": 2, "loss": 0.5, "undefended": {"rate": 1.0}, "certified": {"rate": 0.5}})
+    bar.at(3, "epoch 2/2")
+    assert console.file.getvalue() == "epoch 1: mean loss 0.500, undefended 100.0%, certified 50.0%\n"
 
 
 @pytest.mark.parametrize("guarantee", ["recovery", "detection"])

@@ -156,7 +156,8 @@ def test_a_run_leaves_checkpoints_a_log_and_results_and_is_not_done_twice(copied
     before = weights("r"), losses("r")
     assert train(copied, *GREEDY, "--output", "r", "--resume") == 0
     assert (weights("r"), losses("r")) == before
-    said = capsys.readouterr().err
+    shown, said = capsys.readouterr()
+    assert re.search(r"^best epoch . of 2: .{20,} validation images \(3×3 masks\)$", shown, re.MULTILINE), "one line"
     assert "finished already: 8 of 8 steps" in said
     assert "begins" not in said
 

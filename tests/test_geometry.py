@@ -146,7 +146,7 @@ def test_threat_refuses_a_patch_that_does_not_fit(size):
 def test_threat_refuses_no_sizes_and_an_empty_image():
     with pytest.raises(InputError, match="names no patch size"):
         PatchThreat((8, 8), ())
-    with pytest.raises(InputError, match="does not fit a 0×8 image"):
+    with pytest.raises(InputError, match="image_size must be at least one pixel each way, not 0×8"):
         PatchThreat((0, 8), ((1, 1),))
 
 

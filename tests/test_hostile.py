@@ -210,6 +210,7 @@ YAML = [
     (laughs(12, "{masks: 3}", "{<<: [%s]}"), r"aliases \(\*a0\) are not allowed in settings"),
     ("limit: " + "[" * 600, "is not valid YAML"),
     ("masks: " + "3" * 200_000, "has more than the 100,000 bytes that settings may have"),
+    ("output: ''", "`output` is empty; leave it out for its default"),
     ("masks: [3]", "`masks` must be one plain value, not a list"),
     ("masks: 2001-01-01", "`masks` must be one plain value, not a date"),
     ("masks: 2001-99-99", "is not valid YAML"),

@@ -241,18 +241,24 @@ CALLS = {
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb):
+def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb, tmp_path):
     wrong = {"preprocessing": (3, "a pp.Preprocessing")}
     callbacks = {"train": ("on_start", "on_step", "on_epoch"), "predict": ("on_answer",)}
     wrong |= dict.fromkeys(callbacks.get(verb, ("on_start", "on_record")), (3, "a function"))
     if verb != "predict":
         wrong |= {"folder": (3, "a path"), "resume": (True, "folder=…")}
+        with pytest.raises(pp.InputError, match=r"folder must be a path .*, not ''"):  # it is not the current one
+            CALLS[verb](folder="")
+        (tmp_path / "mine").touch()
+        with pytest.raises(pp.InputError, match="holds 'mine' but no manifest"):
+            CALLS[verb](folder=tmp_path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["mine"], "a folder that is refused stays as it was"
     if verb == "attack":
         wrong |= {"on_step": (3, "a function"), "plan": (3, "a pp.AttackPlan")}
     if verb == "train":
         wrong |= {
             "checkpoint_minutes": ("x", "a number"),
-            "accelerator": (3, "accelerate.Accelerator"),
+            "accelerator": (3, "be an accelerate.Accelerator"),
             "plan": (3, "a pp.Plan"),
         }
     for name, (value, words) in wrong.items():

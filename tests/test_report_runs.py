@@ -399,10 +399,16 @@ def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
 
 def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
     runs = [traced(tmp_path, "greedy"), traced(tmp_path, "greedy", **detection())]
-    report = build_report([one.run.folder for one in runs])
+    report = build_report([str(one.run.folder) for one in runs])  # text as good as a path
     assert report.notices[0]["text"] == (
         "mixed: detection (run1), recovery (run0); certified detection and certified recovery are not comparable"
     )
+    assert report.write(str(tmp_path / "page")).is_file()
+    for wrong in ([], str(tmp_path)):
+        with pytest.raises(pp.InputError, match=r"folders must be a list of at least one run folder, .*, not "):
+            build_report(wrong)
+    long = [replace(one, run=replace(one.run, name=f"certify-{'photos-' * 9}{n}")) for n, one in enumerate(runs)]
+    assert all(f"{n})" in mixed_notices(long)[0] for n in (0, 1)), "each name can be told from the other"
     shown = {column.name for s in report.sections for t in s.tables if t.key == "runs" for column in t.columns}
     assert {"defence", "guarantee"} <= shown
     groups = [name for name, _ in paper_table(runs).groups]
@@ -435,9 +441,10 @@ def test_each_strategy_hides_pixels_from_its_own_network(real):
 @pytest.fixture(scope="module")
 def reports(real) -> dict[str, Report]:
     everything = [*sorted(real.glob("*/certify-*")), real / "greedy" / "alarm", real / "cutout", real / "greedy"]
-    long = [real / f"certify-photos-tf_efficientnet_lite0-{name}-seed0-checkpoint-best-3%-3x3" for name in "ab"]
-    for folder in long:
-        write_run(folder, manifest(count=30), random_records(30))
+    long = [real / "certify-photos-tf_efficientnet_lite0-greedy-seed0-checkpoint-best-3%-3x3", real / "other"]
+    words = {f"{part}.class_names": [f"animals of the kind number {n}" for n in range(3)] for part in ("data", "model")}
+    for per_axis, folder in zip((3, 6), long, strict=True):
+        write_run(folder, manifest(count=30, per_axis=per_axis, **words), random_records(30))
     return {
         "one": build_report([real / "greedy" / "certify-3"], Options(images=3)),
         "several": build_report(everything),
@@ -463,11 +470,14 @@ def test_several_real_runs_show_table_curves_and_masks(reports):
     for kind, figures in re.findall(r'<div class="figures( three| wide|)">(.*?)</div>', page, re.DOTALL):
         count, per_row = figures.count("<figure"), {" three": 3, " wide": 1}.get(kind, 2)
         assert count == 1 or count % per_row == 0, "the last row has a figure where two would fit"
-    (validated,) = [picture.figure for picture in reports["several"].pictures if picture.key == "validation-certified"]
-    validated.draw_without_rendering()
-    (axes,) = validated.axes
-    label = axes.yaxis.label.get_window_extent()
-    assert validated.bbox.y0 <= label.y0 <= label.y1 <= validated.bbox.y1, "the label is cut off"
+    for picture in [picture for report in reports.values() for picture in report.pictures]:
+        picture.figure.draw_without_rendering()
+        for axes in picture.figure.axes:
+            x, y = axes.xaxis.label.get_window_extent(), axes.yaxis.label.get_window_extent()
+            whole = picture.figure.bbox
+            assert whole.x0 <= x.x0 <= x.x1 <= whole.x1, f"a label of {picture.key} is cut off"
+            assert whole.y0 <= y.y0 <= y.y1 <= whole.y1, f"a label of {picture.key} is cut off"
+    (axes,) = next(p.figure.axes for p in reports["several"].pictures if p.key == "validation-certified")
     assert all(tick == round(tick) for tick in axes.get_xticks())
     assert shortened_name("train-photos-tf_efficientnet_lite0-greedy-seed0", 24) == "train-ph…e0-greedy-seed0"
 
@@ -483,9 +493,10 @@ MEASURE = """<script>addEventListener("load", () => {
     const free = e.getBoundingClientRect().right - e.lastElementChild.getBoundingClientRect().right;
     return innerWidth > 1000 && e.children.length > 1 && free > e.clientWidth / 3;
   }).map(e => `${e.className} in ${e.closest("section")?.id}`);
+  const thin = [...document.querySelectorAll("tbody th")].filter(e => e.innerText.length > 40 && e.clientWidth < 200);
   const broken = [...document.images].filter(i => !i.naturalWidth).length;
   parent.postMessage(JSON.stringify([NAME, innerWidth, document.documentElement.scrollWidth, style.backgroundColor,
-    broken, wide, cut.map(e => e.ariaLabel), half, hinted]), "*");
+    broken, wide, cut.map(e => e.ariaLabel), half, hinted, thin.length]), "*");
 });</script></body>"""
 # Chromium's windows are at least 500 pixels wide; a frame can be as narrow as a telephone.
 FRAME = """<script>addEventListener("message", event => { document.title += event.data; });</script>
@@ -516,11 +527,12 @@ def test_the_pages_open_in_a_browser_without_errors_and_fit_its_width(reports, t
     title = re.search(r"<title>(.*?)</title>", done.stdout).group(1)
     found = [json.loads(f"[{measured}]") for measured in title.strip("[]").split("][")]
     assert {name for name, *_ in found} == set(reports)
-    for name, inner, needed, background, broken, wide, cut, half, hinted in found:
+    for name, inner, needed, background, broken, wide, cut, half, hinted, thin in found:
         assert inner == width
         assert needed <= width
         assert wide == []
         assert hinted
+        assert thin == 0, "a long name is a tower of syllables"
         assert half == [], "the last row has a figure where two would fit"
         assert not (width == 1280 and name == "one" and cut)
         assert broken == 0

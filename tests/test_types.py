@@ -40,6 +40,8 @@ WRONG = {
     "Preprocessing(resize=(8, 8), interpolation='lanczos')": "interpolation must be one of nearest, bilinear, bicubic",
     "Engine(precision='bfloat16')": "precision must be one of fp32, tf32, bf16, fp16, auto, not 'bfloat16'",
     "Engine(batch_size='many')": "batch_size must be a whole number or `auto`, not 'many'",
+    "pp.PatchThreat((16, 16), ((3, 3),), patches='2')": "patches must be 1 or 2, not '2'",
+    "pp.native_threat(native_size=(8, 8), patch_sizes=[(2, 2)], preprocessing=None)": "must be a pp.Preprocessing, not",
     "Plan(schedule='cosin')": "schedule must be one of step, cosine, constant",
     "Plan(optimizer='adam')": "optimizer must be one of sgd, adamw",
     "Plan(augment='heavy')": "augment must be one of none, light",

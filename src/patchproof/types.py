@@ -71,6 +71,7 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
     """Refuse values that the annotations of a function or class rule out: annotations alone stop nobody.
 
     Looked at are plain types and classes, functions, tuples of so many of them (in any collection), and alternatives.
+    An empty text is no path, since it would mean the current folder.
     Names that a function imports when it is called are found among its values.
     """
     hints = get_type_hints(annotated, localns=dict(values))
@@ -78,7 +79,7 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
         hint = hints.get(name, Any)
         if get_origin(hint) is Literal:
             require_one_of(name, value, get_args(hint))
-        elif not _fits(value, hint):
+        elif not _fits(value, hint) or (Path in (hint, *get_args(hint)) and value == ""):
             default = getattr(annotated, name, None) if hint is str else None
             example = f", e.g. {default!r}" if isinstance(default, str) else ""
             raise InputError(f"{name} must be {_words(hint)}{example}, not {value!r:.60}")
@@ -131,7 +132,8 @@ def _words(hint: Any) -> str:
     place = hint.__module__.partition(".")[0]
     if place == "patchproof":
         place = "pp" if hasattr(sys.modules[place], hint.__name__) else hint.__module__
-    return KINDS.get(hint, (hint, f"a {place}.{hint.__name__}"))[1]
+    article = "an" if place[0] in "aeiou" else "a"
+    return KINDS.get(hint, (hint, f"{article} {place}.{hint.__name__}"))[1]
 
 
 NOTED: set[str] = set()
@@ -188,19 +190,27 @@ class Preprocessing:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
 
 
+LEFTOVERS = {".lock", "manifest.json.part"}
+"""What a run that was killed at once leaves in its folder."""
+
+
 def require_free(folder: Path | None, *, resume: bool) -> None:
-    """Refuse a folder that cannot be made, or with a run in it that is not to be resumed; None: nothing is written."""
+    """Refuse a folder that cannot be made, with other things in it, or with a run that is not to be resumed; None:
+    nothing is written."""
     if folder is None:
         if resume:
             raise InputError("resume=True continues the run in a folder; give folder=… too")
         return
     try:
         there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+        held = {entry.name for entry in folder.iterdir()} - LEFTOVERS if folder.is_dir() else set()
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         raise InputError(f"cannot create the folder {str(folder)!r}: {getattr(error, 'strerror', error)}") from error
     if there is not None and not there.is_dir():
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
-    if not resume and (folder / "manifest.json").exists():
+    if held and "manifest.json" not in held:
+        raise InputError(f"{folder} holds {min(held)!r} but no manifest.json; choose another folder")
+    if held and not resume:
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
 
 

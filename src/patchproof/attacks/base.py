@@ -127,6 +127,8 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
         raise CheckError(f"{name} returned {got} for images of shape, type and device {wanted}")
     if len(found.places) != len(images):
         raise CheckError(f"{name} names {len(found.places)} places for {len(images)} images; each has one")
+    if any(getattr(counts, "shape", None) != (len(images),) for counts in (found.passes, found.queries)):
+        raise CheckError(f"{name} must count passes and queries in one tensor each, with {len(images)} numbers")
     if not bool(((patched >= 0) & (patched <= 1)).all()):
         low, high = float(patched.min()), float(patched.max())
         raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are finite and in [0, 1]")

@@ -148,6 +148,10 @@ def run(tokens: Sequence[str]) -> int:
     logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)
     logger.handlers, logger.propagate = [Notes()], False
     try:
+        for place, token in enumerate(tokens):
+            if re.fullmatch("(--[a-z-]+=)?", token):  # as a path it would mean the current folder
+                given = " ".join(["patchproof", *tokens[: place + 1]]).rstrip(" =")
+                raise InputError(f"what comes after `{given}` is empty; is a variable not set?")
         kind, layers = _layers(tokens)
         app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})
         app.config = tuple(layers)

@@ -151,9 +151,9 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             return None, ""
         if cost is not None and bar.shown:
             logging.getLogger("patchproof").info(cost_words(cost))
-        bar.say("measuring the margin that a label needs")
         options: dict[str, Any] = chosen(settings, "resume", "limit", "workers", "skip_bad")
         options |= {"folder": folder, "config": resolved(settings), "executor": executor}
+        options |= {"on_measure": lambda: bar.say("measuring the margin that a label needs")}
         options |= {"on_start": bar.start, "on_record": bar.add}
         threat, masks = defense.threat, getattr(defense, "masks", None)
         against = f"{threat.words} anywhere on {size_words(threat.image_size)}"
@@ -161,21 +161,12 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             reached = f"{footprint_words(*threat.patch_sizes)} pixels of the {size_words(threat.image_size)} input"
             against = f"{threat.how_many} of {patch_words(settings.patch)} of the original image ({reached})"
         title = (
-            f"{network_words(defense.classifier)} on {source.name} (split {source.split}), {defense.name} "
+            f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name} "
             f"({defense.guarantee}): {against}{'' if masks is None else f', {masks.words}'}"
         )
         if plan is None:
             return runs.certify(defense, source, **options), title
         return runs.attack(defense, source, plan, on_step=bar.step, **options), title
-
-
-def network_words(classifier: Any) -> str:
-    """`ensemble of small and resnet18, mirrored`."""
-    members: Any = getattr(classifier, "members", ())
-    if len(members) == 2 and getattr(members[1], "mirrored", False):
-        return f"{network_words(members[0])}, mirrored"
-    *others, last = map(network_words, members) if members else [classifier.architecture]
-    return f"ensemble of {', '.join(others)} and {last}" if others else last
 
 
 def show_cost(cost: runs.Cost | runs.TrainingCost, as_json: bool) -> None:
@@ -320,7 +311,8 @@ def train(settings: TrainSettings) -> int:
         how = "3×3 masks" if settings.validate_with == "patchcleanser" else settings.validate_with
         console.print(
             f"best epoch {best['epoch']} of {settings.epochs}: undefended {percent(best['undefended']['rate'])}, "
-            f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})"
+            f"certified {percent(best['certified']['rate'])} of {best['certified']['n']} validation images ({how})",
+            soft_wrap=True,
         )
         if best.get("one_class"):  # a training begun by an earlier version does not say
             note = "the network answers one class nearly always, so these rates say nothing about recognition"

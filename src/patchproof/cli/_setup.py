@@ -24,6 +24,9 @@ from patchproof.types import InputError, Size, require_free
 
 LOGGER = logging.getLogger("patchproof")
 
+UNFIT = re.compile(r"[^A-Za-z0-9._%-]+")
+"""What stands in no name of a run."""
+
 
 def choose_device(name: str) -> torch.device:
     """The device asked for, if this machine has it; with several processes, each its own GPU."""
@@ -43,8 +46,6 @@ def choose_device(name: str) -> torch.device:
 
 def named_network(settings: ModelSettings) -> tuple[str, str]:
     """--model and --weights, or their defaults, never random ones; nothing is loaded. Of several, the first model."""
-    if settings.weights == "" or settings.model == "":
-        raise InputError("--model and --weights cannot be empty; leave them out for the default")
     if settings.weights is None and settings.model is None:
         return "small", EMBEDDED
     names = weight_names(settings.weights) if settings.weights else []
@@ -104,7 +105,10 @@ def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, nativ
     else:
         how = preprocessing_for(classifier, low_resolution, size)
         for n in sorted(native):
-            of[n] = native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+            try:
+                of[n] = native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+            except InputError as error:
+                raise InputError(f"an image has {size_words(n)} pixels: {error}, or leave it out") from error
         patches = tuple(sorted({patch for threat in of.values() for patch in threat.patch_sizes}))
     options = asdict(part(settings, DEFENSES[settings.defense].options))
     threat, engine = PatchThreat(size, patches, settings.patches), part(settings, Engine)
@@ -137,7 +141,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
         kind = "" if settings.defense == "patchcleanser" else f"-{settings.defense}"
         kind += f"-{settings.patches}patches" if settings.patches > 1 else ""
         space = "-native" if settings.threat_space == "native" else ""
-        paths, same = map(Path, weight_names(weights)), f"train-{source.name}-{model}-"
+        paths, same = map(Path, weight_names(weights)), UNFIT.sub("_", f"train-{source.name}-{model}-")
         trained = re.compile(r"checkpoint-(best|last)")  # every training has one, so its folder is named, too
         names = (f"{p.parent.name}-{p.name}".removeprefix(same) if trained.fullmatch(p.name) else p.name for p in paths)
         networks = "+".join(names) + ("-mirror" if settings.mirror else "")
@@ -151,7 +155,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     name += f"-{settings.image_size}px" if settings.image_size else ""
     name += f"-{settings.split}" if settings.split else ""
     name += f"-{settings.limit}images" if settings.limit else ""
-    path = STOP.folder = settings.output or Path("runs") / re.sub(r"[^A-Za-z0-9._%-]+", "_", name)
+    path = STOP.folder = settings.output or Path("runs") / UNFIT.sub("_", name)
     if not local_rank():
         require_free(path, resume=settings.resume or settings.dry_run)
         if settings.resume and not (path / "manifest.json").exists():

@@ -265,3 +265,4 @@ class TrainingBar(Bar):
         self.accelerator.log({f"validation/{name}": rate for name, rate in rates.items()}, step=epoch["step"])
         words = ", ".join(f"{name} {percent(rate)}" for name, rate in rates.items())
         self.console.print(f"epoch {epoch['epoch']}: mean loss {epoch['loss']:.3f}, {words}", highlight=False)
+        self.last_line = time.monotonic()  # a line, too: none about the steps before it comes after it

@@ -85,6 +85,8 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
             if verbs := commands_with(name):
                 hint = f"it is for the command {', '.join(verbs)}"
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
+        if value == "":
+            raise InputError(f"{path}: `{name}` is empty; leave it out for its default")
         if not isinstance(value, str | int | float):
             raise InputError(f"{path}: `{name}` must be one plain value, not a {type(value).__name__}")
     return dict(values)

@@ -142,7 +142,8 @@ def _run_facts(folder: Path) -> tuple[str, Mapping[str, Rate], str]:
         whole = (folder / "results.json").exists() and not any(notice.startswith("partial") for notice in run.notices)
         state = "trained" if whole else unfinished
         rates = {} if best is None else {"undefended": best.undefended, "certified": best.certified}
-        doubts = [*run.notices, *(["one class"] if best and best.one_class else [])]
+        doubts = [n if n.startswith("partial") else n.partition(": ")[0] for n in run.notices]
+        doubts += ["one class"] if best and best.one_class else []
         status = "; ".join([f"{state} ({'no ' * (best is None)}validation)", *doubts])
         return f"train {run.about}, {run.strategy}", rates, status
     masks = [run.masks_words] if run.masks else []

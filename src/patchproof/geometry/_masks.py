@@ -142,9 +142,11 @@ class PatchThreat:
     patches: int = 1
 
     def __post_init__(self) -> None:
-        if self.patches not in (1, 2):
-            raise InputError(f"patches must be 1 or 2, not {self.patches}: more at once are not supported")
+        if self.patches not in (1, 2) or isinstance(self.patches, bool):
+            raise InputError(f"patches must be 1 or 2, not {self.patches!r}: more at once are not supported")
         object.__setattr__(self, "image_size", whole_size(self.image_size, "image_size"))
+        if min(self.image_size) < 1:
+            raise InputError(f"image_size must be at least one pixel each way, not {size_words(self.image_size)}")
         sizes: Any = self.patch_sizes or ()
         if not isinstance(sizes, Iterable) or any(isinstance(size, int) for size in sizes):
             raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {sizes!r:.60}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from patchproof.geometry._masks import PatchThreat, Rect
-from patchproof.types import InputError, Interpolation, Preprocessing, Size
+from patchproof.types import InputError, Interpolation, Preprocessing, Size, typed
 
 
 class Placement(NamedTuple):
@@ -56,6 +56,7 @@ def native_footprint(patch: Rect, native_size: Size, preprocessing: Preprocessin
     return Rect(top, left, bottom - top + 1, right - left + 1)
 
 
+@typed
 def native_threat(
     *, native_size: Size, patch_sizes: Sequence[Size], preprocessing: Preprocessing, patches: int = 1
 ) -> PatchThreat:

@@ -107,7 +107,11 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
     mirrored image."""
     members = [load(name) for name in weight_names(weights)]
     found = members[0] if len(members) == 1 else Ensemble(members)
-    return Ensemble([found, Mirror([found])]) if mirror else found
+    if not mirror:
+        return found
+    both = Ensemble([found, Mirror([found])])
+    both.architecture = both.members[1].architecture  # type: ignore[attr-defined]
+    return both
 
 
 def _log_mean(logits: Sequence[Tensor]) -> Tensor:

@@ -77,8 +77,9 @@ class Report:
         groups = notice_groups(self.notices)
         return template.render(page=self, groups=groups, small=SMALL, generator=GENERATOR, version=__version__)
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path | str) -> Path:
         """Put everything into `folder`, in place of the report that may be there; returns the page's path."""
+        folder = Path(folder)
         page = folder / "index.html"
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder} is a file; give a folder for the report")
@@ -125,8 +126,8 @@ def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 def build_report(folders: Sequence[Path | str], options: Options | None = None) -> Report:
     """One certification in depth, or several side by side; training runs with their curves."""
     chosen = options or Options()
-    if not folders:
-        raise InputError("name at least one run folder")
+    if not folders or isinstance(folders, str | Path):
+        raise InputError(f"folders must be a list of at least one run folder, e.g. ['runs/a'], not {folders!r:.60}")
     certified, trained = shortly_named(*read_runs(folders))
     traced = trace(certified, trained)
     several, subtitle, tiles = len(traced) > 1, "", list[tuple[str, str, Rate]]()

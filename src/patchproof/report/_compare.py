@@ -129,8 +129,9 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
     """Why the runs are not directly comparable."""
     runs, notices = [one.run for one in traced], []
     if len({run.guarantee for run in runs}) > 1:
-        names = {kind: [run.name for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}
-        named = ", ".join(f"{kind} ({shortened(', '.join(found), 60)})" for kind, found in names.items())
+        kinds = {kind: [run for run in runs if run.guarantee == kind] for kind in ("detection", "recovery")}
+        names = {kind: ", ".join(shortened_name(run.name, 40) for run in found) for kind, found in kinds.items()}
+        named = ", ".join(f"{kind} ({shortened(found, 200)})" for kind, found in names.items())
         notices.append(f"mixed: {named}; certified detection and certified recovery are not comparable")
     if len({run.threat for run in runs}) > 1:
         patches = shortened("; ".join(dict.fromkeys(run.patch_words for run in runs)), 120)
@@ -187,11 +188,11 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
         found = [one.certified, *one.classes.values()]
     title = f"Certified, against the baseline, n = {numbers(c.certified.n for c in comparisons)}"
     alt = f"{title}: {len(names)} paired differences with 95% intervals."
-    height = 1.4 + (0.36 if any("\n" in name for name in names) else 0.27) * len(names)
+    height = 1.55 + (0.36 if any("\n" in name for name in names) else 0.27) * len(names)
     with drawing(key, title, alt, height=height, title_width=32) as (picture, axes):
         axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         dots(axes, names, [("", found, False)])
-        axes.set_xlabel("percentage points (right of 0: better)")
+        axes.set_xlabel("percentage points\n(right of 0: better)")
     left_out, few = ([], SHOWN_FAILURES) if several else (["run"], SHOWN_CLASSES)
     counted = [row for row in classes.rows if row[1] in enough]
     classes = classes.excerpt(counted[:few], f"smallest p, of runs with {FEW_PER_CLASS} images per class or more")

@@ -95,6 +95,7 @@ def certify(
     preprocessing: Preprocessing | None = None,
     workers: int | None = None,
     skip_bad: bool = False,
+    on_measure: Callable[[], None] | None = None,
     on_start: Callable[[Tally, int], None] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Results:
@@ -103,8 +104,9 @@ def certify(
     `data` is what `open_dataset` returns, or any sequence of (image, label): PIL images, or float tensors in [0, 1] of
     the input size. τ is measured on the data before anything is certified. With a `folder`, manifest, records and
     results are written there; `resume` continues what is there with the same defence, weights and data, or begins.
-    `on_record` sees each new record once, and may raise to stop the run; `on_start` sees the tally of the records found
-    in the folder and the number planned.
+    `on_record` sees each new record once, and may raise to stop the run; `on_measure` is called when τ is about to be
+    measured, with nothing left to refuse; `on_start` sees the tally of the records found in the folder and the number
+    planned.
     """
     require_defense(defense)
     require_kinds(certify, locals())
@@ -125,6 +127,7 @@ def attack(
     preprocessing: Preprocessing | None = None,
     workers: int | None = None,
     skip_bad: bool = False,
+    on_measure: Callable[[], None] | None = None,
     on_start: Callable[[Tally, int], None] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Results:
@@ -187,6 +190,7 @@ class Session:
     preprocessing: Preprocessing | None
     workers: int | None
     skip_bad: bool
+    on_measure: Callable[[], None] | None
     on_start: Callable[[Tally, int], None] | None
     config: Mapping[str, Any] | None
     attacker: Attacker | None = None
@@ -221,6 +225,8 @@ class Session:
             if self.resume and self.place is not None and self.place.manifest_path.exists() and not self.team.rank:
                 same = {"schema": SCHEMA, "command": self.command, "identity": plain(identity)}
                 refuse_differences(read_manifest(self.place.manifest_path), same, where=self.place.path)
+            if self.on_measure is not None:
+                self.on_measure()
             measured = self.measure()
             current = self.manifest(identity, measured)
             everyone = self.team.gather({key: current[key] for key in ("identity", "tau", "batch_size")})
@@ -462,7 +468,7 @@ class Session:
         """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
         tally = self.tally
         planned, available, bad = len(self.indices), len(self.source), tally.done - tally.good
-        partial = [f"{planned} of {available} images were asked for (limit)"] if planned < available else []
+        partial = [f"{planned:,} of {available:,} images were asked for (limit)"] if planned < available else []
         if tally.done < planned:
             partial.append(f"{tally.done} of {planned} images are done; resume to continue")
         if bad:

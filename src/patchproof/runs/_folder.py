@@ -133,15 +133,11 @@ class RunFolder:
                 f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
             ) from error
         with locked:
+            require_free(self.path, resume=resume)
             if not self.manifest_path.exists():
-                ours = (".lock", "manifest.json.part")  # what a kill before the manifest was there has left
-                others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
-                if others:
-                    raise InputError(f"{self.path} holds {others[0]!r} but no manifest.json; choose another folder")
                 write_atomically(self.manifest_path, dump_json(sealed(manifest)))
                 yield manifest
                 return
-            require_free(self.path, resume=resume)
             stored = read_manifest(self.manifest_path)
             if longer is not None and longer(stored):
                 stored = {**stored, **{key: manifest[key] for key in ("identity", "config", "steps")}}
