@@ -724,6 +724,9 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
     )
     assert predict(photos / "cat" / "0.png", *local, "--json") == 0
     assert json.loads(capsys.readouterr().out)["forwards"] == 1
+    assert certify("--dataset", photos, *local, "--output", "l") == 0
+    assert "checking the network" in (said := capsys.readouterr().err)
+    assert "margin" not in said, "it is computed in float64, and needs no τ"
 
 
 # --- for scripts ---------------------------------------------------------------------------------------------------

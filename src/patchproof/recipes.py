@@ -180,33 +180,54 @@ FIELD_RECIPES: Mapping[str, OwnRecipe] = {
 """One for each defence of the paper's Table 1, all of the same epochs, those of their start included; PatchCleanser's,
 with two strategies, after plain training."""
 
+MEMORY: Mapping[str, object] = {"strategy": "memory", "memory_tries": "2,2,2,1", "schedule": "cosine", "ema": 0.99}
+LITE0: Mapping[str, object] = {
+    "model": "tf_efficientnet_lite0",
+    "weights": "zoo",
+    "dataset": "imagenette",
+    **MEMORY,
+    "memory_refresh": "8",
+    "epochs": "32",
+    "batch_size": "256",
+    "learning_rate": 0.04,
+    "start_share": 0.15,
+    "augment": "light",
+    "precision": "bf16",
+    "compile": True,
+    "keep_decoded": True,
+}
+SMALL: Mapping[str, object] = {
+    "model": "small",
+    "dataset": "fashion-mini",
+    "schedule": "cosine",
+    "warmup_epochs": 0.5,
+    "learning_rate": 0.05,
+    "weight_decay": 5e-4,
+    "validation_images": "100",
+}
+
+
+def _stronger(name: str, training: Mapping[str, object], *patches: str, start: str | None = None) -> OwnRecipe:
+    cells = tuple(Expectation("", patch, masks) for patch in patches for masks in (3, 6))
+    return OwnRecipe(name, "patchcleanser", training, {}, cells, start)
+
+
+BEGUN = {"weights": "random", "strategy": "none", "epochs": "2", "learning_rate": 0.1}
 STRONGER: Mapping[str, OwnRecipe] = {
-    "imagenette-lite0-memory": OwnRecipe(
-        "imagenette-lite0-memory",
-        "patchcleanser",
-        {
-            "model": "tf_efficientnet_lite0",
-            "weights": "zoo",
-            "dataset": "imagenette",
-            "strategy": "memory",
-            "memory_tries": "2,2,2,1",
-            "memory_refresh": "8",
-            "epochs": "32",
-            "batch_size": "256",
-            "learning_rate": 0.04,
-            "schedule": "cosine",
-            "ema": 0.99,
-            "start_share": 0.15,
-            "augment": "light",
-            "precision": "bf16",
-            "compile": True,
-            "keep_decoded": True,
-        },
-        {},
-        (Expectation("", "3%", 3), Expectation("", "3%", 6)),
+    recipe.name: recipe
+    for recipe in (
+        _stronger("imagenette-lite0-memory", LITE0, "3%"),
+        _stronger("fashion-small-plain", {**SMALL, **BEGUN}),
+        *(
+            _stronger(f"fashion-small-{name}", {**SMALL, **training}, "5px", start="fashion-small-plain")
+            for name, training in (
+                ("greedy", {"strategy": "greedy", "epochs": "3"}),
+                ("memory", {**MEMORY, "epochs": "6"}),
+            )
+        ),
     )
 }
-"""Stronger than `greedy` (docs/howto/strategy.md)."""
+"""`memory` against `greedy` (docs/howto/strategy.md), also as small as `make demo`."""
 
 
 @cache

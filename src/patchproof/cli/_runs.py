@@ -153,7 +153,8 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             logging.getLogger("patchproof").info(cost_words(cost))
         options: dict[str, Any] = chosen(settings, "resume", "limit", "workers", "skip_bad")
         options |= {"folder": folder, "config": resolved(settings), "executor": executor}
-        options |= {"on_measure": lambda: bar.say("measuring the margin that a label needs")}
+        first = "measuring the margin that a label needs" if hasattr(defense, "with_engine") else "checking the network"
+        options |= {"on_measure": lambda: bar.say(first)}
         options |= {"on_start": bar.start, "on_record": bar.add}
         threat, masks = defense.threat, getattr(defense, "masks", None)
         against = f"{threat.words} anywhere on {size_words(threat.image_size)}"
