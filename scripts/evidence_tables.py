@@ -11,11 +11,12 @@ from patchproof.report import Cell, Column, Table
 from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
-ORDER = [*STRATEGIES, "memory32", "pair", "three", "student"]
+ORDER = [*STRATEGIES, "memory32", "share", "pair", "three", "student"]
 TITLES = {
     "imagenette": "ImageNette",
     "imagenette-one-epoch": "ImageNette, one epoch",
     "imagenette-stronger": "ImageNette, memory and what was made of it",
+    "fashion-memory": "Fashion-MNIST, memory against greedy",
     "demo": "The networks of make demo",
     "cifar10": "CIFAR-10",
 }

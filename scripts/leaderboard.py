@@ -40,7 +40,7 @@ ALSO = {  # runs of the paper's own evidence that are about the same images and 
 def row(run: StoredCertification, note: str, folder: str) -> dict[str, Any]:
     """What a run shows, counted from its records."""
     patch = patch_words(str(run.config["patch"])) if run.native else size_words(*run.patch_sizes)
-    patch = patch.removesuffix(" pixels") if run.patches == 1 else f"two of {patch}"
+    patch = ("" if run.patches == 1 else "two of ") + patch.replace(" pixels", "")
     return {
         "defense": run.defense,
         "guarantee": run.guarantee,
@@ -67,13 +67,14 @@ def rows() -> list[dict[str, Any]]:
         for cell in recipe.expectations:
             side = cell.patch.removesuffix("px")
             clean = None if cell.defended is None else {"rate": cell.defended / 100}
+            assert cell.certified is not None  # they are of Table 1
             found.append(
                 {
                     "defense": recipe.defense,
                     "guarantee": "recovery",
                     "data": "cifar10",
                     "patch": f"{side}×{side}",
-                    "certified": {"rate": (cell.certified or 0.0) / 100},
+                    "certified": {"rate": cell.certified / 100},
                     "clean": clean,
                     "passes_per_image": None,
                     "network": title if (title := recipe.name.removeprefix("cifar10-32px-")) != recipe.defense else "",

@@ -352,7 +352,7 @@ WRONG = [
     ("certify --device gpu", "--device must be cpu"),
     ("certify --device meta", "--device must be cpu"),
     ("certify --seed 99999999999999999999999", "--seed must be in"),
-    ("certify --weights=", "what comes after `patchproof certify --weights` is empty; is a variable not set"),
+    ("certify --weights=", "what comes after `certify --weights` is empty; is a variable not set"),
     ("certify --workers 0", "--workers must be at least 1"),
     ("certify --weights random --batch-size 0", "--batch-size must be a positive number"),
     ("certify --config none.yaml", "cannot read the configuration none.yaml"),

@@ -35,9 +35,9 @@ def content(folder: str, name: str) -> dict:
 
 def test_they_are_certified_resumed_predicted_and_explored_as_one(both, capsys):
     assert run(["certify", *BOTH, "--limit", "3", "--output", "r"]) == 0
-    assert "mirrored ensemble of small, small on fashion-mini" in " ".join(capsys.readouterr().out.split())
+    assert "ensemble of small, small with its mirror image on fashion-mini" in " ".join(capsys.readouterr().out.split())
     manifest = content("r", "manifest")
-    assert manifest["model"]["architecture"] == "mirrored ensemble of small, small"
+    assert manifest["model"]["architecture"] == "ensemble of small, small with its mirror image"
     assert manifest["identity"]["weights_sha256"] == weights_sha256(both)
     first, mirrored = manifest["model"]["members"]
     hashes = [weights_sha256(member) for member in both.members[0].members]

@@ -14,7 +14,7 @@ from patchproof.models import load_classifier
 from patchproof.recipes import (
     ARCHITECTURES,
     FIELD_RECIPES,
-    STRONGER,
+    OWN_RECIPES,
     find_recipe,
     matching_recipes,
     needs_training,
@@ -43,7 +43,7 @@ def test_cells_are_those_of_the_paper(name, patch, masks, certified):
 
 def test_every_recipe_names_things_that_exist():
     assert len(recipes()) == 112
-    assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES) + len(STRONGER)
+    assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES) + len(OWN_RECIPES)
     for recipe in recipes().values():
         assert recipe.settings()["strategy"] in STRATEGIES
         assert recipe.architecture in ARCHITECTURES
@@ -71,7 +71,7 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
     assert cells["cifar10-32px-bagcert"] == [72.9, 60.0]
     for name in families - {"patchcleanser"}:
         assert f"the recipe cifar10-32px-{name} trains one" in str(needs_training(name, 0.9, 0.4))
-    for name, recipe in {**FIELD_RECIPES, **STRONGER}.items():
+    for name, recipe in {**FIELD_RECIPES, **OWN_RECIPES}.items():
         tokens = ["train", "--recipe", name]
         kind, layers = _layers(tokens)
         app = build_app({**SETTINGS, "train": kind})

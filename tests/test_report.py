@@ -632,6 +632,9 @@ def test_the_command_writes_beside_one_run_and_below_runs_for_several(tmp_path, 
     assert command(["report", "t", "u", "--config", "r.yaml"]) == 0
     (page,) = (tmp_path / "runs").glob("report-2-runs-*/index.html")
     assert "From a file" in page.read_text("utf-8")
+    for title in ("First", "Again"):
+        assert command(["report", "t", "--title", title, "--output", "here"]) == 0
+    assert "<title>Again</title>" in (tmp_path / "here" / "index.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("images", [-1, 101])

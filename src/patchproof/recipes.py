@@ -207,19 +207,19 @@ SMALL: Mapping[str, object] = {
 }
 
 
-def _stronger(name: str, training: Mapping[str, object], *patches: str, start: str | None = None) -> OwnRecipe:
+def _own(name: str, training: Mapping[str, object], *patches: str, start: str | None = None) -> OwnRecipe:
     cells = tuple(Expectation("", patch, masks) for patch in patches for masks in (3, 6))
     return OwnRecipe(name, "patchcleanser", training, {}, cells, start)
 
 
 BEGUN = {"weights": "random", "strategy": "none", "epochs": "2", "learning_rate": 0.1}
-STRONGER: Mapping[str, OwnRecipe] = {
+OWN_RECIPES: Mapping[str, OwnRecipe] = {
     recipe.name: recipe
     for recipe in (
-        _stronger("imagenette-lite0-memory", LITE0, "3%"),
-        _stronger("fashion-small-plain", {**SMALL, **BEGUN}),
+        _own("imagenette-lite0-memory", LITE0, "3%"),
+        _own("fashion-small-plain", {**SMALL, **BEGUN}),
         *(
-            _stronger(f"fashion-small-{name}", {**SMALL, **training}, "5px", start="fashion-small-plain")
+            _own(f"fashion-small-{name}", {**SMALL, **training}, "5px", start="fashion-small-plain")
             for name, training in (
                 ("greedy", {"strategy": "greedy", "epochs": "3"}),
                 ("memory", {**MEMORY, "epochs": "6"}),
@@ -246,7 +246,7 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def every_recipe() -> Mapping[str, Recipe | OwnRecipe]:
-    return {**recipes(), **FIELD_RECIPES, **STRONGER}
+    return {**recipes(), **FIELD_RECIPES, **OWN_RECIPES}
 
 
 def find_recipe(name: str) -> Recipe | OwnRecipe:

@@ -95,9 +95,8 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
 
     def call(*values: Any, settings: Any = last.default) -> int:
         output, main = getattr(settings, "output", None), os.environ.get("LOCAL_RANK", "0") == "0"
-        if output is not None and main:
-            may_be = getattr(settings, "resume", True) or settings.dry_run
-            require_free(output, resume=may_be)  # before the seconds of an import
+        if output is not None and main and hasattr(settings, "resume") and not settings.dry_run:
+            require_free(output, resume=settings.resume)  # before the seconds of an import
         if hasattr(settings, "port"):
             require_address(settings.host, settings.port)
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
@@ -150,7 +149,7 @@ def run(tokens: Sequence[str]) -> int:
     try:
         for place, token in enumerate(tokens):
             if re.fullmatch("(--[a-z-]+=)?", token):  # as a path it would mean the current folder
-                given = " ".join(["patchproof", *tokens[: place + 1]]).rstrip(" =")
+                given = " ".join(tokens[max(0, place - 1) : place + 1]).rstrip(" =")
                 raise InputError(f"what comes after `{given}` is empty; is a variable not set?")
         kind, layers = _layers(tokens)
         app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})

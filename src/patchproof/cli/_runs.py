@@ -432,7 +432,8 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
         bar = RunBar(Console(stderr=True), "certify")
         results, title = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
         if settings.json:
-            print_json({"folder": str(results.folder), "paper": asdict(expected), **results.content})
+            paper = None if expected.certified is None else asdict(expected)
+            print_json({"folder": str(results.folder), "paper": paper, **results.content})
             continue
         console.print(results_table(results.content, title=title))
         if expected.certified is not None:

@@ -184,8 +184,8 @@ class TrainSettings(CommonSettings, OutputSettings, TrainingSettings, DataSettin
     """Checkpoint folder, with commas of an ensemble, whose answers for the masked copies are learned too; --mirror
     averages them with those for the mirrored copies."""
     recipe: str | None = None
-    """A row of the paper's tables, or a family of defences (`patchproof ls recipes`): sets what follows, and certifies
-    at the end."""
+    """A row of the paper's tables, a family of defences, or our own (`patchproof ls recipes`): sets what follows, and
+    certifies at the end."""
     validation: str | None = None
     """Folder of class folders that choose the best epoch; default: the data set's split `val` (or `validation`,
     `valid`), where there is none `test`."""

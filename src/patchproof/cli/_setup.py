@@ -105,8 +105,9 @@ def build_defense(settings: Any, classifier: Any, *, low_resolution: bool, nativ
     else:
         how = preprocessing_for(classifier, low_resolution, size)
         for n in sorted(native):
+            sizes = parse_patches(settings.patch, n)
             try:
-                of[n] = native_threat(native_size=n, patch_sizes=parse_patches(settings.patch, n), preprocessing=how)
+                of[n] = native_threat(native_size=n, patch_sizes=sizes, preprocessing=how)
             except InputError as error:
                 raise InputError(f"an image has {size_words(n)} pixels: {error}, or leave it out") from error
         patches = tuple(sorted({patch for threat in of.values() for patch in threat.patch_sizes}))
@@ -156,8 +157,8 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     name += f"-{settings.split}" if settings.split else ""
     name += f"-{settings.limit}images" if settings.limit else ""
     path = STOP.folder = settings.output or Path("runs") / UNFIT.sub("_", name)
-    if not local_rank():
-        require_free(path, resume=settings.resume or settings.dry_run)
+    if not local_rank() and not settings.dry_run:
+        require_free(path, resume=settings.resume)
         if settings.resume and not (path / "manifest.json").exists():
             LOGGER.info(f"{path} holds no run to go on with: begins a new one")
     return path

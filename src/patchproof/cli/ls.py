@@ -76,7 +76,8 @@ def defense_words(entry: DefenseEntry) -> str:
 def recipes_table(pattern: str) -> Table:
     """One row per recipe, with the certified accuracies that the paper reports for it."""
     caption = (
-        "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks, or of the defence that the recipe names; "
+        "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks, or of the defence that the recipe names; -: the "
+        "paper has none; "
         "`first`: train that recipe before, and pass its checkpoint as --weights"
     )
     table = new_table("recipe", "tables", "patch: 3×3 / 6×6", caption=caption)
@@ -86,7 +87,7 @@ def recipes_table(pattern: str) -> Table:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
     for recipe in found:
         tables = ", ".join(sorted({e.table for e in recipe.expectations}))
-        cells = {(e.patch, e.masks): e.certified or "-" for e in recipe.expectations}
+        cells = {(e.patch, e.masks): "-" if e.certified is None else e.certified for e in recipe.expectations}
         patches = dict.fromkeys(e.patch for e in recipe.expectations)
         words = "   ".join(f"{p}: {cells.get((p, 3), '-')} / {cells.get((p, 6), '-')}" for p in patches)
         if recipe.defense != "patchcleanser":

@@ -66,7 +66,8 @@ class IntervalBounds(OwnDefense):
     def images_at_once(self) -> int:
         """On a slow CPU few enough that records come often."""
         windows = super().images_at_once
-        return windows if device_of(self).type == "cuda" else max(1, windows // 16)
+        slow = device_of(self).type == "cpu" and self.engine.batch_size == "auto"
+        return max(1, windows // 16) if slow else windows
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"guarantee": self.guarantee, "arithmetic": "float64 intervals"}

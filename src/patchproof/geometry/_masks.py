@@ -142,7 +142,7 @@ class PatchThreat:
     patches: int = 1
 
     def __post_init__(self) -> None:
-        if self.patches not in (1, 2) or isinstance(self.patches, bool):
+        if type(self.patches) is not int or self.patches not in (1, 2):
             raise InputError(f"patches must be 1 or 2, not {self.patches!r}: more at once are not supported")
         object.__setattr__(self, "image_size", whole_size(self.image_size, "image_size"))
         if min(self.image_size) < 1:

@@ -110,7 +110,7 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
     if not mirror:
         return found
     both = Ensemble([found, Mirror([found])])
-    both.architecture = both.members[1].architecture  # type: ignore[attr-defined]
+    both.architecture = f"{getattr(found, 'architecture', type(found).__name__)} with its mirror image"
     return both
 
 

@@ -80,10 +80,9 @@ class Redone:
     shares: list[int] = field(default_factory=lambda: [0] * SHARES)
 
     def add(self, other: Redone) -> None:
-        for step, count in other.steps.items():
-            self.steps[step] = self.steps.get(step, 0) + count
-        self.largest_change = max(self.largest_change, other.largest_change)
-        self.shares = [a + b for a, b in zip(self.shares, other.shares, strict=True)]
+        shares = [a + b for a, b in zip(self.shares, other.shares, strict=True)]
+        steps = {step: self.steps.get(step, 0) + other.steps.get(step, 0) for step in {**self.steps, **other.steps}}
+        self.steps, self.shares, self.largest_change = steps, shares, max(self.largest_change, other.largest_change)
 
 
 @dataclass
