@@ -127,7 +127,7 @@ IBP = {
     "validate_with": "ibp",
     **ADAMW,
     "weight_decay": 0.0,
-    "augment": "none",  # in 40 epochs bounds leave it no room to overfit
+    "augment": "none",
     "precision": "tf32",
     "validation_images": "20",
 }
