@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,13 +12,14 @@ from patchproof.cli import run
 from patchproof.cli._settings import DemoSettings
 from patchproof.cli._show import Console
 from patchproof.cli.demo import certify, fit
+from patchproof.recipes import OWN_RECIPES, find_recipe
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_greedy_beats_cutout_by_more_than_the_half_width_of_the_interval(tmp_path, seed):
     settings, quiet = DemoSettings(seed=seed, images=1000), Console(quiet=True)
-    fit(settings, tmp_path, "none", quiet)
+    fit(settings, tmp_path, "plain", quiet)
     rates = {}
     for strategy in ("cutout", "greedy"):
         fit(settings, tmp_path, strategy, quiet)
@@ -29,10 +30,10 @@ def test_greedy_beats_cutout_by_more_than_the_half_width_of_the_interval(tmp_pat
 
 def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    module = sys.modules["patchproof.cli.demo"]
-    monkeypatch.setattr(module, "START_EPOCHS", 1)
-    monkeypatch.setattr(module, "TRAINING_IMAGES", 32)
-    monkeypatch.setattr(module, "VALIDATION_IMAGES", 8)
+    for name in ("plain", "cutout", "greedy"):
+        recipe = find_recipe(f"fashion-small-{name}")
+        short = {**recipe.training, "epochs": 1, "limit": 32, "validation_images": 8}
+        monkeypatch.setitem(OWN_RECIPES, recipe.name, replace(recipe, training=short))
     assert run(["demo", "--epochs", "1", "--images", "2", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report: runs/demo/report/index.html"
     demo = tmp_path / "runs" / "demo"

@@ -45,15 +45,15 @@ def test_every_recipe_names_things_that_exist():
     assert len(recipes()) == 112
     assert len(matching_recipes("")) == 112 + len(FIELD_RECIPES) + len(OWN_RECIPES)
     for recipe in recipes().values():
-        assert recipe.settings()["strategy"] in STRATEGIES
-        assert recipe.architecture in ARCHITECTURES
-        assert recipe.settings()["batch_size"] == ("128" if recipe.dataset == "imagenet" else "64")
+        assert recipe.training["strategy"] in STRATEGIES
+        assert recipe.training["model"] in {network.model for network in ARCHITECTURES.values()}
+        assert recipe.training["batch_size"] == (128 if recipe.training["dataset"] == "imagenet" else 64)
         assert {e.masks for e in recipe.expectations} <= {3, 6}
         assert all(0 < e.certified < 100 for e in recipe.expectations)
 
 
 def test_recipes_are_found_by_wildcard_and_what_the_paper_could_not_train_is_none():
-    assert {r.strategy for r in matching_recipes("imagenette-convnext-*")} == {"cutout", "rand", "greedy"}
+    assert {r.training["strategy"] for r in matching_recipes("imagenette-convnext-*")} == {"cutout", "rand", "greedy"}
     with pytest.raises(InputError, match="unknown recipe `imagenet-vit-grid6x6`; did you mean"):
         find_recipe("imagenet-vit-grid6x6")
 
@@ -62,7 +62,7 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
     """Flags are read as the command line reads them; the network fits its loss, and the defence the network."""
     families = {recipe.defense for recipe in FIELD_RECIPES.values()}
     assert families == set(DEFENSES) - {"alarm"}
-    epochs = {name: int(str(recipe.settings()["epochs"])) for name, recipe in FIELD_RECIPES.items()}
+    epochs = {name: recipe.training["epochs"] for name, recipe in FIELD_RECIPES.items()}
     for recipe in FIELD_RECIPES.values():
         total = epochs[recipe.name] + (epochs[recipe.start] if recipe.start else 0)
         assert total == 40 or not recipe.expectations, "every network of the field has the same number of epochs"
@@ -83,10 +83,10 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
             with pytest.raises(InputError, match=first):
                 trained(settings, Console())
         plan = part(settings, Plan)
-        assert plan.epochs == int(str(recipe.settings()["epochs"]))
-        classifier = load_classifier(str(recipe.settings()["model"]), "random")
+        assert plan.epochs == recipe.training["epochs"]
+        classifier = load_classifier(recipe.training["model"], "random")
         threat = PatchThreat.square(image_size=classifier.input_size, pixels=5)
         LOSSES[str(plan.loss)](classifier, threat)
         defense(plan.validate_with, classifier, threat)
         for expected in recipe.expectations:
-            assert defense(recipe.defense, classifier, threat, **recipe.options(expected)).name == recipe.defense
+            assert defense(recipe.defense, classifier, threat, **recipe.options_for(expected)).name == recipe.defense

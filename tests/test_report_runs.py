@@ -247,8 +247,9 @@ def test_the_papers_cell_is_found_for_every_patch_and_mask_set(tmp_path, name):
     recipe = recipes()[name]
     side = {"1%": 23, "2%": 32, "3%": 39}
     for e in recipe.expectations:
-        ours = run_of(tmp_path, str(recipe.settings()["model"]), recipe.dataset, patch=side[e.patch], per_axis=e.masks)
-        assert TracedRun(ours, ours.name, recipe.strategy).paper == [(None, e)]
+        training = recipe.training
+        ours = run_of(tmp_path, training["model"], training["dataset"], patch=side[e.patch], per_axis=e.masks)
+        assert TracedRun(ours, ours.name, training["strategy"]).paper == [(None, e)]
 
 
 def test_another_architecture_or_size_is_context_and_says_which(tmp_path):

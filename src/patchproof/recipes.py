@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from importlib.resources import files
@@ -47,77 +47,42 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Fine-tune `architecture` on `dataset` with `strategy`, then certify at every expectation's patch and masks."""
-
-    dataset: str
-    architecture: str
-    strategy: str
-    expectations: tuple[Expectation, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.dataset}-{self.architecture}-{self.strategy}"
-
-    defense, start = "patchcleanser", None
-
-    def options(self, expected: Expectation) -> dict[str, Any]:
-        """Those of the defence for this cell."""
-        return {"per_axis": expected.masks}
-
-    def settings(self) -> dict[str, object]:
-        """What `patchproof train` is told."""
-        network = ARCHITECTURES[self.architecture]
-        return {
-            "model": network.model,
-            "weights": network.weights,
-            "dataset": self.dataset,
-            "strategy": self.strategy,
-            "learning_rate": network.learning_rate,
-            "batch_size": "128" if self.dataset == "imagenet" else "64",
-        }
-
-
-@dataclass(frozen=True)
-class OwnRecipe:
-    """What `patchproof train` is told, and the defence that certifies the network; first comes the recipe `start`."""
+    """What `patchproof train` is told, and the defence that certifies the network at every expectation's patch and
+    masks; first comes the recipe `start`."""
 
     name: str
-    defense: str
-    training: Mapping[str, object]
-    chosen: Mapping[str, Any]
+    training: Mapping[str, Any]
     expectations: tuple[Expectation, ...]
+    defense: str = "patchcleanser"
+    options: Mapping[str, Any] = field(default_factory=dict)
     start: str | None = None
 
-    def options(self, expected: Expectation) -> dict[str, Any]:
-        """Those of the defence."""
-        return {"per_axis": expected.masks, **self.chosen} if expected.masks else dict(self.chosen)
-
-    def settings(self) -> dict[str, object]:
-        """What `patchproof train` is told."""
-        return dict(self.training)
+    def options_for(self, expected: Expectation) -> dict[str, Any]:
+        """Those of the defence for this cell."""
+        return {**self.options} if expected.masks is None else {**self.options, "per_axis": expected.masks}
 
 
-FIELD: Mapping[str, object] = {
+FIELD: Mapping[str, Any] = {
     "dataset": "cifar10",
     "strategy": "none",
-    "epochs": "40",
-    "batch_size": "512",
+    "epochs": 40,
+    "batch_size": 512,
     "schedule": "cosine",
     "warmup_epochs": 2.0,
     "augment": "shift",
     "mask_patch": "5px",
-    "validation_images": "200",
+    "validation_images": 200,
     "precision": "bf16",
     "compile": True,
     "keep_decoded": True,
 }
-SGD: Mapping[str, object] = {"learning_rate": 0.1, "weight_decay": 5e-4}
-ADAMW: Mapping[str, object] = {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.05}
-VIEWS = {"strategy": "column4", "views": "4", "validate_with": "derandomized-smoothing"}
+SGD: Mapping[str, Any] = {"learning_rate": 0.1, "weight_decay": 5e-4}
+ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.05}
+VIEWS = {"strategy": "column4", "views": 4, "validate_with": "derandomized-smoothing"}
 SMOOTHING = {"model": "resnet18_ablated", **VIEWS, **SGD}
 VIT = {"model": "vit_patch4_32", "drop_tokens": True, **VIEWS, **ADAMW}
 MASKED = {"model": "resnet18_32", **SGD}
-TUNED = {**MASKED, "epochs": "6", "warmup_epochs": 0.5, "learning_rate": 0.05}
+TUNED = {**MASKED, "epochs": 6, "warmup_epochs": 0.5, "learning_rate": 0.05}
 BAGNET = {"model": "bagnet5", "validate_with": "bagcert"}
 SIX_BY_SIX: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6}
 BAGCERT = {**BAGNET, "loss": "bagcert", "warmup_epochs": 0.5, **ADAMW, "learning_rate": 0.004}
@@ -129,20 +94,20 @@ IBP = {
     "weight_decay": 0.0,
     "augment": "none",
     "precision": "tf32",
-    "validation_images": "20",
+    "validation_images": 20,
 }
 
 
 def _field(
     title: str,
-    training: Mapping[str, object],
+    training: Mapping[str, Any],
     small: tuple[float, float],
     large: tuple[float, float],
     *,
     defense: str | None = None,
     start: str | None = None,
     **options: Any,
-) -> OwnRecipe:
+) -> Recipe:
     """A network of the family on CIFAR-10 at 32 pixels, from random weights or from what `start` ends with; with the
     clean and certified accuracies of Table 1 for 2×2 and for 5×5 pixels, mostly of larger or pretrained networks."""
     cells = tuple(
@@ -150,14 +115,12 @@ def _field(
         for patch, numbers in (("2px", small), ("5px", large))
     )
     begins = {"weights": "random"} if start is None else {}
-    name = f"cifar10-32px-{title}"
-    return OwnRecipe(name, defense or title, {**FIELD, **begins, **training}, options, cells, start)
+    training = {**FIELD, **begins, **training}
+    return Recipe(f"cifar10-32px-{title}", training, cells, defense or title, options, start)
 
 
-PLAIN = OwnRecipe(
-    "cifar10-32px-plain", "patchcleanser", {**FIELD, "weights": "random", **MASKED, "epochs": "34"}, {}, ()
-)
-FIELD_RECIPES: Mapping[str, OwnRecipe] = {
+PLAIN = Recipe("cifar10-32px-plain", {**FIELD, "weights": "random", **MASKED, "epochs": 34}, ())
+FIELD_RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _field("derandomized-smoothing", SMOOTHING, (83.9, 68.9), (83.9, 56.2), ablation="column", band=4),
@@ -180,15 +143,15 @@ FIELD_RECIPES: Mapping[str, OwnRecipe] = {
 """One for each defence of the paper's Table 1, all of the same epochs, those of their start included; PatchCleanser's,
 with two strategies, after plain training."""
 
-MEMORY: Mapping[str, object] = {"strategy": "memory", "memory_tries": "2,2,2,1", "schedule": "cosine", "ema": 0.99}
-LITE0: Mapping[str, object] = {
+MEMORY: Mapping[str, Any] = {"strategy": "memory", "memory_tries": "2,2,2,1", "schedule": "cosine", "ema": 0.99}
+LITE0: Mapping[str, Any] = {
     "model": "tf_efficientnet_lite0",
     "weights": "zoo",
     "dataset": "imagenette",
     **MEMORY,
-    "memory_refresh": "8",
-    "epochs": "32",
-    "batch_size": "256",
+    "memory_refresh": 8,
+    "epochs": 32,
+    "batch_size": 256,
     "learning_rate": 0.04,
     "start_share": 0.15,
     "augment": "light",
@@ -196,38 +159,42 @@ LITE0: Mapping[str, object] = {
     "compile": True,
     "keep_decoded": True,
 }
-SMALL: Mapping[str, object] = {
+SMALL: Mapping[str, Any] = {
     "model": "small",
     "dataset": "fashion-mini",
     "schedule": "cosine",
     "warmup_epochs": 0.5,
     "learning_rate": 0.05,
     "weight_decay": 5e-4,
-    "validation_images": "100",
+    "validation_images": 100,
 }
 
 
-def _own(name: str, training: Mapping[str, object], *patches: str, start: str | None = None) -> OwnRecipe:
+BEGUN = {"weights": "random", "strategy": "none", "epochs": 2, "learning_rate": 0.1}
+SMALL_STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "cutout": {"strategy": "cutout", "epochs": 3},
+    "greedy": {"strategy": "greedy", "epochs": 3},
+    "memory": {**MEMORY, "epochs": 6},
+}
+
+
+def _own(name: str, training: Mapping[str, Any], *patches: str, start: str | None = None) -> Recipe:
     cells = tuple(Expectation("", patch, masks) for patch in patches for masks in (3, 6))
-    return OwnRecipe(name, "patchcleanser", training, {}, cells, start)
+    return Recipe(name, training, cells, start=start)
 
 
-BEGUN = {"weights": "random", "strategy": "none", "epochs": "2", "learning_rate": 0.1}
-OWN_RECIPES: Mapping[str, OwnRecipe] = {
+OWN_RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _own("imagenette-lite0-memory", LITE0, "3%"),
         _own("fashion-small-plain", {**SMALL, **BEGUN}),
         *(
             _own(f"fashion-small-{name}", {**SMALL, **training}, "5px", start="fashion-small-plain")
-            for name, training in (
-                ("greedy", {"strategy": "greedy", "epochs": "3"}),
-                ("memory", {**MEMORY, "epochs": "6"}),
-            )
+            for name, training in SMALL_STRATEGIES.items()
         ),
     )
 }
-"""`memory` against `greedy` (docs/howto/strategy.md), also as small as `make demo`."""
+"""`memory` against `greedy` (docs/howto/strategy.md); `patchproof demo` trains the small ones."""
 
 
 @cache
@@ -241,15 +208,19 @@ def recipes() -> Mapping[str, Recipe]:
         found = Expectation(row["table"], patch, masks, defended, float(row["certified"]))
         # A cell that two tables print is the one with the clean accuracy beside it; they agree on the other number.
         cells.setdefault(key, {}).setdefault((patch, masks), found)
-    made = [Recipe(*key, tuple(cells[key].values())) for key in sorted(cells)]
-    return {recipe.name: recipe for recipe in made}
+    made = {}
+    for dataset, architecture, strategy in sorted(cells):
+        name, size = f"{dataset}-{architecture}-{strategy}", 128 if dataset == "imagenet" else 64
+        training = {**asdict(ARCHITECTURES[architecture]), "dataset": dataset, "strategy": strategy, "batch_size": size}
+        made[name] = Recipe(name, training, tuple(cells[dataset, architecture, strategy].values()))
+    return made
 
 
-def every_recipe() -> Mapping[str, Recipe | OwnRecipe]:
+def every_recipe() -> Mapping[str, Recipe]:
     return {**recipes(), **FIELD_RECIPES, **OWN_RECIPES}
 
 
-def find_recipe(name: str) -> Recipe | OwnRecipe:
+def find_recipe(name: str) -> Recipe:
     known = every_recipe()
     if name in known:
         return known[name]
@@ -273,5 +244,5 @@ def needs_training(defense: str, undefended: float, defended: float) -> str | No
     )
 
 
-def matching_recipes(pattern: str) -> list[Recipe | OwnRecipe]:
+def matching_recipes(pattern: str) -> list[Recipe]:
     return [recipe for name, recipe in every_recipe().items() if fnmatch(name, pattern or "*")]

@@ -226,8 +226,8 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
     layers = [Dict(known_settings(values, kind, Path(path)), use_commands_as_keys=False, source=path)] if path else []
     recipe = find_flag(tokens, "--recipe") or values.get("recipe")
     if recipe and kind is TrainSettings:
-        settings = find_recipe(str(recipe)).settings()
-        layers.append(Dict(settings, use_commands_as_keys=False, source=f"recipe {recipe}"))
+        training = dict(find_recipe(str(recipe)).training)
+        layers.append(Dict(training, use_commands_as_keys=False, source=f"recipe {recipe}"))
     return kind, layers
 
 

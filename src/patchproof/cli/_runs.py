@@ -425,7 +425,7 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             "dataset": settings.validation or settings.dataset,
             "patch": expected.patch,
             "defense": recipe.defense,
-            **recipe.options(expected),
+            **recipe.options_for(expected),
             "output": output,
             "resume": (output / "manifest.json").exists(),
         }

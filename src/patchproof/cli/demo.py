@@ -11,13 +11,11 @@ from rich.markup import escape
 from patchproof.cli._runs import certified, trained
 from patchproof.cli._settings import CertifySettings, DemoSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent
+from patchproof.recipes import find_recipe
 from patchproof.types import InputError
 
 STRATEGIES = ("cutout", "greedy")
 MASKS = (3, 6)
-START_EPOCHS = 2
-TRAINING_IMAGES = 5000
-VALIDATION_IMAGES = 100
 TITLE = "Random masks or worst-case masks: what can be proved?"
 
 
@@ -33,7 +31,7 @@ def demo(settings: DemoSettings) -> int:
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another --output")
     console.print("[bold]1. Start:[/] a small network learns 5,000 Fashion-MNIST images as they are")
-    fit(settings, folder, "none", status)
+    fit(settings, folder, "plain", status)
     for number, strategy in enumerate(STRATEGIES, start=2):
         console.print(f"[bold]{number}. Fine-tune[/] it on masked copies: {strategy}")
         fit(settings, folder, strategy, status)
@@ -57,25 +55,14 @@ def demo(settings: DemoSettings) -> int:
     return 0
 
 
-def fit(settings: DemoSettings, folder: Path, strategy: str, console: Console) -> None:
-    """The common start from random weights (`none`), or a fine-tuning of it on masked copies."""
-    start = strategy == "none"
-    chosen = TrainSettings(
-        model="small",
-        weights="random" if start else str(folder / "start" / "checkpoint-last"),
-        strategy=strategy,
-        limit=TRAINING_IMAGES,
-        epochs=START_EPOCHS if start else settings.epochs,
-        learning_rate=0.1 if start else 0.05,
-        schedule="cosine",
-        warmup_epochs=0.5,
-        weight_decay=5e-4,
-        validation_images=VALIDATION_IMAGES,
-        seed=settings.seed,
-        device=settings.device,
-        output=folder / ("start" if start else strategy),
-    )
-    trained(chosen, console)
+def fit(settings: DemoSettings, folder: Path, name: str, console: Console) -> None:
+    """The recipe `plain`, the common start from random weights, or one that fine-tunes it on masked copies."""
+    recipe = find_recipe(f"fashion-small-{name}")
+    changes: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "output": folder / "start"}
+    if recipe.start is not None:
+        weights = str(folder / "start" / "checkpoint-last")
+        changes |= {"weights": weights, "epochs": settings.epochs, "output": folder / name}
+    trained(TrainSettings(**{**recipe.training, **changes}), console)
 
 
 def certify(settings: DemoSettings, folder: Path, strategy: str, masks: int, console: Console) -> Any:
