@@ -11,9 +11,8 @@ import torch
 import patchproof as pp
 import reference
 from patchproof.cli import bench, run
-from patchproof.cli._setup import named_network
-from patchproof.cli.bench import peer_certify, peer_predict, raw_rate
-from patchproof.models import load_classifier
+from patchproof.models import EMBEDDED_SOURCE, load_classifier
+from patchproof.throughput import peer_certify, peer_predict, raw_rate
 from small_model import plain_classifier
 
 THREAT = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
@@ -48,9 +47,9 @@ def test_a_raw_rate_is_a_rate():
 def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
     chosen = []
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench, "measure", lambda s, say: chosen.append(named_network(s)) or {"differ": {}})
+    monkeypatch.setattr(bench, "measure", lambda defense, *_, **__: chosen.append(defense.classifier) or {"differ": {}})
     assert run(["bench", "--json"]) == 0
-    assert chosen == [("small", "embedded")]
+    assert chosen[0].source == EMBEDDED_SOURCE
 
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):

