@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass
@@ -139,8 +140,10 @@ class Wobbly:
 
 
 @pytest.mark.parametrize(("at_once", "stop"), [(2, 1), (4, 2), (4, 5)])
-def test_the_audit_of_a_resumed_piece_is_counted_once(tmp_path, at_once, stop):
-    """The first session stops in or after a piece of so many images, the second works in pieces of 4."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_audit_of_a_resumed_piece_is_counted_once(tmp_path, at_once, stop, killed):
+    """The first session stops in or after a piece of so many images, the second works in pieces of 4. If it is killed,
+    it leaves an older results.json, and a line of progress.jsonl may speak of records that were not written."""
     threat = pp.PatchThreat.square(image_size=(6, 6), pixels=2)
     data = [(torch.full((1, 6, 6), (i + 1) / 8), 0) for i in range(8)]
 
@@ -156,7 +159,15 @@ def test_the_audit_of_a_resumed_piece_is_counted_once(tmp_path, at_once, stop):
     whole = run("whole", 4)
     with pytest.raises(KeyboardInterrupt):
         run("resumed", at_once, stop)
+    if killed:
+        results, path = tmp_path / "resumed/results.json", tmp_path / "resumed/progress.jsonl"
+        spent = json.loads(path.read_text().splitlines()[-1])
+        spent["cost"]["seconds"] += 1000
+        ahead = spent | {"images": spent["images"] | {"done": 7}, "audit": {}}
+        path.write_text(f"\n{json.dumps(spent)}\n{json.dumps(ahead)}\n{{cut")
+        results.write_text(json.dumps({"images": {"done": 0}, "cost": {"seconds": 2000}}))  # of a session before it
     resumed = run("resumed", 4)
+    assert (resumed.content["cost"]["seconds"] > 1000) == killed
     assert whole.content["audit"]["redone"] > 0
     assert resumed.content["audit"] == whole.content["audit"]
     assert (tmp_path / "resumed/records.jsonl").read_bytes() == (tmp_path / "whole/records.jsonl").read_bytes()

@@ -511,7 +511,7 @@ def test_notices_stand_above_the_numbers_and_the_rest_is_shown(report, folder, d
 
 def test_a_digit_changed_in_a_record_is_found_by_its_checksum(tmp_path):
     folder = RunFolder(write_run(tmp_path / "run", manifest(count=30), []).resolve())
-    folder.append([record.line().encode() for record in random_records(30)])
+    folder.append([record.line().encode() for record in random_records(30)], {})
     assert not [text for text in read_run(folder.path).notices if "damaged" in text]
     lines = folder.records_path.read_text().splitlines(keepends=True)
     lines[6] = lines[6].replace('"forwards": ', '"forwards": 1')

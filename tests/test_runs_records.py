@@ -115,7 +115,7 @@ def folder(tmp_path) -> RunFolder:
     """One that holds two records."""
     found = RunFolder(tmp_path / "run")
     with found.open(MANIFEST, resume=False):
-        found.append(lines(record(0), record(1)))
+        found.append(lines(record(0), record(1)), {})
     return found
 
 
@@ -133,7 +133,7 @@ def test_a_last_line_cut_short_is_repaired_by_the_process_that_has_the_folder_an
     assert (read, notices) == (finished, ["the last line of records.jsonl is cut short and left out"])
     assert contents(folder) == before
     assert folder.records() == finished
-    folder.append(lines(record(0), record(1))[kept:])
+    folder.append(lines(record(0), record(1))[kept:], {})
     assert folder.records_path.read_bytes() == whole
     assert folder.records() == [record(0), record(1)]
 

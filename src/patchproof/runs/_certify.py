@@ -28,7 +28,6 @@ from patchproof.data import (
 )
 from patchproof.defenses import Defense, assess, device_of, require_defense
 from patchproof.masking import (
-    SHARES,
     Audit,
     Drift,
     Engine,
@@ -49,7 +48,6 @@ from patchproof.runs._folder import (
     checked_prefix,
     dump_json,
     read_manifest,
-    read_results,
     refuse_differences,
     write_atomically,
 )
@@ -212,13 +210,12 @@ class Session:
         self.team = self.executor or launched()
         self.tally = Tally(ACCURACIES if self.attacker is None else ATTACK_ACCURACIES)
         self.records: list[Record] = []
-        self.seconds, self.redone = 0.0, Redone()  # of earlier sessions too
+        self.started, self.seconds_before, self.redone = time.monotonic(), 0.0, Redone()  # of earlier sessions too
         self.remarks: list[str] = []
         self.batch_size: int | None = None
 
     def execute(self) -> Results:
         """Evaluate what is left, whoever does it; the results cover all sessions."""
-        started = time.monotonic()
         with self.team.at_work():
             identity = self.identity()
             self.require_labels()
@@ -247,12 +244,11 @@ class Session:
                     found = checked_prefix(self.place.records(), self.indices, self.source.path, where=self.place.path)
                     self.records = list(found)
                     self.tally.add(self.records)
-                    with suppress(*UNREADABLE):  # lost with results.json
-                        results: Any = read_results(self.place.path)
-                        audit, seconds = results["audit"], float(results["cost"]["seconds"])
-                        steps, shares = audit.get("steps", {"fp32": audit["redone"]}), audit.get("shares", [0] * SHARES)
-                        self.redone.add(Redone(steps, float(audit["largest_change"]), shares))
-                        self.seconds = seconds
+                    spent = self.place.spent(len(self.records))
+                    with suppress(*UNREADABLE):
+                        before, seconds = spent["audit"], float(spent["cost"]["seconds"])
+                        self.redone.add(Redone(before["steps"], float(before["largest_change"]), before["shares"]))
+                        self.seconds_before = seconds
                 self.team.share({"engine": None if engine is None else vars(engine), "done": len(self.records)})
                 self.give_engine(engine)
                 if self.on_start is not None:
@@ -269,7 +265,6 @@ class Session:
                         self.place.spoil(str(error))
                     raise
                 finally:  # results.json, however it ends
-                    self.seconds += time.monotonic() - started
                     content = self.content(doubt)
                     if self.path is not None:
                         write_atomically(self.path / "results.json", dump_json(content))
@@ -400,7 +395,7 @@ class Session:
                     self.on_record(done.record)
         finally:
             if self.place is not None:
-                self.place.append(lines)
+                self.place.append(lines, self.spent())
 
     def work(self, numbers: Iterator[int]) -> Iterator[tuple[int, Piece]]:
         """Pieces by number. A number is taken when its images are about to be decoded, at most one piece ahead."""
@@ -464,19 +459,39 @@ class Session:
         record, kept = self.attacker(self.defense, records[0], images, labels)  # alone in its piece
         return [Done(record, redone.get(0, Redone()), kept)]
 
+    def spent(self) -> dict[str, Any]:
+        """The part of results.json that only those who did the work know, of all sessions so far."""
+        tally, good = self.tally, max(1, self.tally.good)
+        attack = {"passes": tally.passes, "passes_per_image": tally.passes / good, "queries": tally.queries}
+        return {
+            "images": {
+                "done": tally.done,
+                "planned": len(self.indices),
+                "available": len(self.source),
+                "bad": tally.done - tally.good,
+            },
+            "cost": {
+                "forwards": tally.forwards,
+                "forwards_per_image": tally.forwards / good,
+                "seconds": round(self.seconds_before + time.monotonic() - self.started, 3),
+                "batch_size": self.batch_size,
+                "processes": self.team.size,
+                **({} if self.attacker is None else attack),
+            },
+            "audit": {"redone": sum(self.redone.steps.values()), **vars(self.redone)},
+        }
+
     def content(self, doubt: str | None) -> dict[str, Any]:
         """results.json. Partial: not every image of the data set has been evaluated, or the data changed."""
-        tally = self.tally
-        planned, available, bad = len(self.indices), len(self.source), tally.done - tally.good
+        spent = self.spent()
+        done, planned, available, bad = spent["images"].values()
         partial = [f"{planned:,} of {available:,} images were asked for (limit)"] if planned < available else []
-        if tally.done < planned:
-            partial.append(f"{tally.done} of {planned} images are done; resume to continue")
+        if done < planned:
+            partial.append(f"{done} of {planned} images are done; resume to continue")
         if bad:
             partial.append(f"{bad} bad image{'s were' if bad > 1 else ' was'} skipped")
         if doubt is not None:
             partial.append(doubt)
-        good = max(1, tally.good)
-        attack = {"passes": tally.passes, "passes_per_image": tally.passes / good, "queries": tally.queries}
         return {
             "schema": SCHEMA,
             "status": "partial" if partial else "complete",
@@ -484,16 +499,8 @@ class Session:
             "remarks": self.remarks,
             "defense": self.defense.name,
             "guarantee": self.defense.guarantee,
-            "images": {"done": tally.done, "planned": planned, "available": available, "bad": bad},
-            **{name: rate.as_dict() for name, rate in tally.rates().items()},
-            "cost": {
-                "forwards": tally.forwards,
-                "forwards_per_image": tally.forwards / good,
-                "seconds": round(self.seconds, 3),
-                "batch_size": self.batch_size,
-                "processes": self.team.size,
-                **({} if self.attacker is None else attack),
-            },
-            "audit": {"redone": sum(self.redone.steps.values()), **vars(self.redone)},
-            **({} if self.attacker is None else {"broken": tally.broken}),
+            "images": spent["images"],
+            **{name: rate.as_dict() for name, rate in self.tally.rates().items()},
+            **spent,
+            **({} if self.attacker is None else {"broken": self.tally.broken}),
         }

@@ -116,6 +116,7 @@ class RunFolder:
         self.records_path = path / "records.jsonl"
         self.sums_path = path / "records.crc"
         self.spoiled_path = path / "spoiled.json"
+        self.progress_path = path / "progress.jsonl"
 
     @contextlib.contextmanager
     def open(
@@ -175,10 +176,24 @@ class RunFolder:
             write_atomically(self.sums_path, whole)
         return records
 
-    def append(self, lines: Sequence[bytes]) -> None:
-        """Add lines of records; they are on disk when this returns. Checksums come first: no line is without one."""
+    def append(self, lines: Sequence[bytes], spent: Mapping[str, Any]) -> None:
+        """Add lines of records, and what all of them took, which survives a kill of this session; they are on disk when
+        this returns. Checksums come first: no line is without one."""
+        with self.progress_path.open("ab") as file:
+            file.write(b"\n" + json.dumps(spent).encode())  # the break first: a line cut short damages no other
         _write(self.sums_path, "ab", "".join(checksum(line) + "\n" for line in lines).encode())
         _write(self.records_path, "ab", b"".join(lines))
+
+    def spent(self, done: int) -> Mapping[str, Any]:
+        """What the first `done` images took in earlier sessions, as results.json has it; of an interrupted write,
+        what those before it took."""
+        lines = self.progress_path.read_bytes().split(b"\n") if self.progress_path.exists() else []
+        states, _ = read_lines(lines, json.loads)
+        known: list[tuple[int, float, Any]] = []
+        for state in (read_results(self.path), *states):
+            with contextlib.suppress(*UNREADABLE):  # lost with the file
+                known.append((int(state["images"]["done"]), float(state["cost"]["seconds"]), state))
+        return max((one for one in known if one[0] <= done), key=lambda one: one[:2], default=(0, 0.0, {}))[2]
 
 
 def being_written(folder: Path) -> bool:
