@@ -544,10 +544,11 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
         ("ls strategies", "greedy6x6"),
         ("ls recipes imagenette-vit-*", "imagenette-vit-greedy"),
         ("ls recipes *-32px-*-greedy", "first cifar10-32px-plain"),
+        ("ls recipes ", "imagenette-vit-greedy"),  # an empty pattern is all
     ],
 )
 def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):
-    assert run(words.split()) == 0
+    assert run(words.split(" ")) == 0
     assert shown in " ".join(capsys.readouterr().out.split())
     monkeypatch.setenv("COLUMNS", "60")
     assert run(["ls", "recipes", "cifar10-32px-*"]) == 0
@@ -799,7 +800,14 @@ def without_torch(*commands: str) -> list[str]:
 def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help"]
     commands += ["explore --port 99999", "explore --host nowhere.invalid"]
-    commands += ["report nowhere", "explore nowhere", "predict none.png", "certify --output file", "certify nowhere"]
+    commands += [
+        "report nowhere",
+        "report /etc",
+        "explore nowhere",
+        "predict none.png",
+        "certify --output file",
+        "certify nowhere",
+    ]
     commands += ["predict file --like nowhere --patch 5%"]
     Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):

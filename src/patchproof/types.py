@@ -71,7 +71,7 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
     """Refuse values that the annotations of a function or class rule out: annotations alone stop nobody.
 
     Looked at are plain types and classes, functions, tuples of so many of them (in any collection), and alternatives.
-    An empty text is no path, since it would mean the current folder.
+    An empty or blank text is no path: it would mean the current folder, or one that nobody sees.
     Names that a function imports when it is called are found among its values.
     """
     hints = get_type_hints(annotated, localns=dict(values))
@@ -79,10 +79,14 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
         hint = hints.get(name, Any)
         if get_origin(hint) is Literal:
             require_one_of(name, value, get_args(hint))
-        elif not _fits(value, hint) or (Path in (hint, *get_args(hint)) and value == ""):
+        elif not _fits(value, hint) or (Path in (hint, *get_args(hint)) and is_blank(value)):
             default = getattr(annotated, name, None) if hint is str else None
             example = f", e.g. {default!r}" if isinstance(default, str) else ""
             raise InputError(f"{name} must be {_words(hint)}{example}, not {value!r:.60}")
+
+
+def is_blank(path: Any) -> bool:
+    return isinstance(path, str | Path) and not str(path).strip()
 
 
 def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -190,6 +194,7 @@ class Preprocessing:
             raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
 
 
+BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 LEFTOVERS = {".lock", "manifest.json.part"}
 """What a run that was killed at once leaves in its folder."""
 
@@ -212,6 +217,23 @@ def require_free(folder: Path | None, *, resume: bool) -> None:
         raise InputError(f"{folder} holds {min(held)!r} but no manifest.json; choose another folder")
     if held and not resume:
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
+
+
+def require_run(folder: Path | str) -> None:
+    """Refuse a folder without the manifest of a run."""
+    if is_blank(folder):
+        raise InputError(f"the folder of a run must be a path, not {str(folder)!r}")
+    folder = Path(folder)
+    if (folder / "manifest.json").is_file():
+        return
+    if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
+        path = folder / "manifest.json"
+        raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
+    if not folder.is_dir():
+        raise InputError(f"no such folder: {folder}")
+    inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
+    hint = f"; it has {len(inside):,} run{'s' * (len(inside) > 1)} inside, e.g. {inside[0]}" if inside else ""
+    raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
 
 
 def require_address(host: str, port: int | None) -> None:

@@ -44,7 +44,7 @@ from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.recipes import find_recipe
 from patchproof.settings import DEFENSE_OPTIONS
-from patchproof.types import InputError, PatchproofError, require_address, require_free
+from patchproof.types import InputError, PatchproofError, require_address, require_free, require_run
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
@@ -101,7 +101,9 @@ def taking(command: str, kind: type[Any]) -> Callable[..., int]:
             require_address(settings.host, settings.port)
         named = [one for value in values for one in (value if isinstance(value, list) else [value])]
         for path in (one for one in named if isinstance(one, Path) and one != Path(STANDARD_INPUT)):
-            if not (path.exists() or str(path).startswith("~")):
+            if command == "report":
+                require_run(path)
+            elif not (path.exists() or str(path).startswith("~")):
                 raise InputError(f"no such {'image or folder' if command == 'predict' else 'folder'}: {path}")
         if main and "torch" not in sys.modules:  # a sign of life before the seconds that its import takes
             Console(stderr=True, highlight=False).print(f"[dim]{command}: loading PyTorch[/]")
@@ -147,9 +149,9 @@ def run(tokens: Sequence[str]) -> int:
     logger.setLevel(logging.DEBUG if "--verbose" in tokens else logging.INFO)
     logger.handlers, logger.propagate = [Notes()], False
     try:
-        for place, token in enumerate(tokens):
-            if re.fullmatch("(--[a-z-]+=)?", token):  # as a path it would mean the current folder
-                given = " ".join(tokens[max(0, place - 1) : place + 1]).rstrip(" =")
+        for place, token in enumerate(tokens if tokens[:1] != ["ls"] else ()):
+            if re.fullmatch(r"(--[a-z-]+=)?\s*", token):  # as a path it would mean the current folder
+                given = " ".join(tokens[max(0, place - 1) : place + 1]).rstrip(" =\t\n")
                 raise InputError(f"what comes after `{given}` is empty; is a variable not set?")
         kind, layers = _layers(tokens)
         app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})

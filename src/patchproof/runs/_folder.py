@@ -16,9 +16,8 @@ from filelock import FileLock, Timeout
 from patchproof.geometry import size_words
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
-from patchproof.types import CheckError, InputError, require_free
+from patchproof.types import BEGIN_AGAIN, CheckError, InputError, require_free
 
-BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 FOLLOWS_FROM = {
     "masks": ("patch_sizes", "patches", "image_size", "name"),
     "fill": ("weights_sha256",),

@@ -17,8 +17,7 @@ import torch
 from patchproof.data import FolderSource, ImageSource, default_preprocessing, open_class_folders
 from patchproof.masking import Measured
 from patchproof.models import EMBEDDED_SOURCE
-from patchproof.runs._folder import BEGIN_AGAIN
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size
+from patchproof.types import BEGIN_AGAIN, CheckError, InputError, PatchproofError, Preprocessing, Size
 from patchproof.version import __version__
 
 SCHEMA = 1

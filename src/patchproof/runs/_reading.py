@@ -23,7 +23,6 @@ from patchproof.data import ImageSource, evenly_spread, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import (
-    BEGIN_AGAIN,
     UNREADABLE,
     being_written,
     read_json,
@@ -33,7 +32,17 @@ from patchproof.runs._folder import (
 )
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
+from patchproof.types import (
+    BEGIN_AGAIN,
+    CheckError,
+    InputError,
+    PatchproofError,
+    Preprocessing,
+    Size,
+    require_one_of,
+    require_run,
+    visible,
+)
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
@@ -191,16 +200,9 @@ def read_runs(folders: Sequence[Path | str]) -> tuple[list[StoredCertification],
 
 def read_run(folder: Path | str, name: str | None = None) -> StoredRun:
     """The run in this folder; InputError where there is none, CheckError where it cannot be trusted."""
+    require_run(folder)
     folder = Path(folder)
     path = folder / "manifest.json"
-    if not path.is_file():
-        if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
-            raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
-        if not folder.is_dir():
-            raise InputError(f"no such folder: {folder}")
-        inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
-        hint = f"; it has {count_words(len(inside), 'run', 'runs')} inside, e.g. {inside[0]}" if inside else ""
-        raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
     manifest = read_manifest(path)
     command = manifest["command"]
     if manifest.get("schema") != SCHEMA:
