@@ -107,7 +107,7 @@ def test_each_copy_costs_its_visible_tokens_and_a_hidden_image_has_an_answer(gen
     nothing = torch.zeros(2, 1, 32, 32, dtype=torch.bool)
     answers = classifier.masked(torch.full((2, 3, 32, 32), 0.5), nothing)
     assert answers.isfinite().all()
-    assert torch.equal(answers[0], answers[1])
+    torch.testing.assert_close(answers[0], answers[1])  # a matrix product may round its rows differently
 
 
 @pytest.mark.parametrize("defense", ["patchcleanser", "alarm"])
