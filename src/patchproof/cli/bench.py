@@ -189,7 +189,8 @@ def measure(settings: BenchSettings, say: Callable[[str], None]) -> dict[str, An
     answers, _ = subject.timed(ours(replace(defense), predict=True), "ours, predict")
     differ = {"every pair": int((verdicts != every).sum())}
     if count := settings.peer_images:
-        say(f"a loop like the published one, {min(count, len(images))} images")
+        count = min(count, len(images))
+        say(f"a loop like the published one, {count} {'image' if count == 1 else 'images'}")
         for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
             classifier(images[:count][:size])
         peers, _ = subject.timed(lambda x, y: (*peer_certify(classifier, x, y, masks), {}), "peer, certify", count)
@@ -362,10 +363,11 @@ def show_measured(measured: dict[str, Any], console: Console) -> None:
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():
-        columns = ("per_axis", "masks", "pairs") * (kind == "masks") + ("images", "passes", "seconds", "peak_bytes")
-        heads = [*(column.replace("_", " ") for column in columns), "passes per image"]
+        axes = ("per_axis", "masks", "pairs") if kind == "masks" else ()
+        heads = [*(name.replace("_", " ") for name in axes), "images", "passes", "per image", "seconds", "peak GiB"]
         table = new_table(*heads, numbers=heads, title=f"cost by {kind}")
         for row in rows:
-            cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]
-            table.add_row(*cells, f"{row['passes'] / row['images']:.1f}")
+            counts = [f"{row[name]:,}" for name in (*axes, "images", "passes")]
+            each, peak = row["passes"] / row["images"], row["peak_bytes"] / 2**30
+            table.add_row(*counts, f"{each:,.1f}", f"{row['seconds']:.3f}", f"{peak:.2f}")
         print_table(console, table)
