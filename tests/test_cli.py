@@ -852,6 +852,8 @@ def test_freed_memory_is_kept_by_a_command():
 def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
     """Neither once signals are listened to, nor before, while the command line is imported."""
     monkeypatch.setattr(cli, "STOP", Stop())
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # put back afterwards
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr(cli, "run", lambda tokens: signal.raise_signal(signal.SIGTERM))
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
@@ -861,6 +863,7 @@ def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
         for number, handler in handlers:
             signal.signal(number, handler)
     assert ended.value.code == 128 + signal.SIGTERM
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE", "before a command loads torch, whose threads then sleep"
     monkeypatch.setitem(sys.modules, "patchproof.cli", Interrupted("patchproof.cli"))
     with pytest.raises(SystemExit) as ended:
         entry.main()
