@@ -184,6 +184,8 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
         Path(folder, file).unlink()
     assert run(["ls"]) == 0
     assert " ".join(capsys.readouterr().out.split()).endswith(" · status stopped; 0 of 3 done")
+    assert run(["ls", "runs", str(photos)]) == 0
+    assert capsys.readouterr().out == f"no runs below {photos}\n"
     photo = photos / "cat" / f"{'a name that leaves no room for a table ' * 2}.png"
     shutil.copy(photos / "cat" / "0.png", photo)
     assert predict(photo, "--weights", checkpoint) == 0
@@ -405,12 +407,15 @@ WRONG = [
     ("ls runs nowhere", "no such folder: nowhere"),
     ("ls models zzz", "no model matches `zzz`"),
     ("ls cakes", '"cakes"'),
+    ("certify --dataset loose", "no class folders in 'loose': .*; `patchproof predict` takes images that are in no"),
 ]
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
 def test_wrong_input_is_one_line_and_exit_code_2(words, message, capsys):
     Path("file").write_text("")
+    Path("loose").mkdir()
+    Path("loose/1.JPG").write_text("")
     assert run(words.split()) == 2
     assert_one_line(capsys.readouterr().err, message)
     assert not Path("runs").exists()
@@ -855,6 +860,8 @@ def test_freed_memory_is_kept_by_a_command():
 def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
     """Neither once signals are listened to, nor before, while the command line is imported."""
     monkeypatch.setattr(cli, "STOP", Stop())
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # put back afterwards
+    monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr(cli, "run", lambda tokens: signal.raise_signal(signal.SIGTERM))
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
@@ -864,6 +871,7 @@ def test_a_signal_just_before_the_command_is_no_traceback(monkeypatch):
         for number, handler in handlers:
             signal.signal(number, handler)
     assert ended.value.code == 128 + signal.SIGTERM
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE", "before a command loads torch, whose threads then sleep"
     monkeypatch.setitem(sys.modules, "patchproof.cli", Interrupted("patchproof.cli"))
     with pytest.raises(SystemExit) as ended:
         entry.main()
@@ -877,6 +885,7 @@ def test_a_run_without_a_name_is_named_after_its_settings():
         ("attack", attack(), "attack-fashion-mini-small-embedded-3%-3x3-40steps-2restarts-4places"),
         ("attack", attack(steps=5, seed=2, target="defended", limit=7), "4places-target-defended-seed-2-7images"),
         ("train", TrainSettings(weights="random", limit=300), "train-fashion-mini-small-greedy-seed0-300images"),
+        ("attack", attack(patch="3 %"), "attack-fashion-mini-small-embedded-3%-3x3-40steps-2restarts-4places"),
         ("attack", attack(image_size="56", split="train", limit=7), "4places-56px-train-7images"),
     ):
         assert str(_setup.run_folder(command, settings, source)).endswith(words)

@@ -54,15 +54,28 @@ def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(bench, "SCALED_PASSES", 100)
     path = tmp_path / "bench.json"
-    arguments = ["--limit", "4", "--peer-images", "2", "--seconds", "0.05", "--batch-size", "16", "--reference"]
+    arguments = [
+        "--scaling",
+        "--limit",
+        "4",
+        "--peer-images",
+        "1",
+        "--seconds",
+        "0.05",
+        "--batch-size",
+        "16",
+        "--reference",
+    ]
     small = ["--model", "small", "--weights", "random"]
     assert run(["bench", *small, *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
     found, (shown, said) = json.loads(path.read_text()), capsys.readouterr()
     assert "the bare network small, 16 images at once" in said
+    assert "a loop like the published one, 1 image\n" in said
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
-    assert rows["peer, certify"]["passes"] == 2 * 45
+    assert rows["peer, certify"]["passes"] == 45
     assert found["certified"] == 4
     assert set(found["differ"].values()) == {0}
     assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
@@ -72,6 +85,7 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch)
     assert re.match(r"  n 4 · labels 45.0 · (again .* · )?labels/s ", lines[lines.index("ours, early exit") + 1])
     assert all(len(line) <= 80 for line in lines)
     assert "one image alone is answered in" in shown
+    assert re.search(r"per axis ┃ .* passes ┃ per image ┃ seconds ┃ peak GiB ┃", shown), "a table, not a list of lines"
 
 
 def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):

@@ -46,7 +46,7 @@ from patchproof.data import (
     spread_indices,
 )
 from patchproof.geometry import Rect, native_footprint, placement
-from patchproof.types import CheckError, InputError, Preprocessing
+from patchproof.types import NOTED, CheckError, InputError, Preprocessing
 
 INTERPOLATION = {"nearest": InterpolationMode.NEAREST, "bilinear": InterpolationMode.BILINEAR}
 INTERPOLATION["bicubic"] = InterpolationMode.BICUBIC
@@ -129,6 +129,11 @@ def test_palettes_first_frames_cmyk_and_orientation(tmp_path: Path, notes: list[
     assert decode(save(tmp_path / "turned.jpg", noise(8, 20), exif=exif)).size == (20, 8)
     assert decode(save(tmp_path / "again.jpg", noise(8, 20), exif=exif)).size == (20, 8)
     (said,) = notes
+    several = {"format": "MPO", "save_all": True, "append_images": [noise(8, 20)]}  # as phones do, in a .jpg
+    for name, options in (("phone.jpg", several), ("turned.webp", {}), ("turned.png", {})):
+        NOTED.clear()
+        assert decode(save(tmp_path / name, noise(8, 20), exif=exif, **options)).size == (20, 8)
+        assert notes[-1].endswith(f", e.g. {tmp_path / name}")
     assert said.startswith("some images have an EXIF orientation, which is not applied")
     assert said.endswith(f", e.g. {tmp_path / 'turned.jpg'}"), "the first of them, once"
     tagged = (tmp_path / "turned.jpg").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -96,3 +97,19 @@ def test_attacks_are_timed_also_where_the_timed_image_raises_an_alarm():
     cost = estimate_cost(defense, 4, pp.AttackPlan(steps=10))
     assert cost is not None
     assert cost.attack_seconds > 0
+
+
+def test_other_work_at_the_moment_of_timing_does_not_make_an_estimate_longer():
+    calls = {True: 0, False: 0}  # with gradients, without
+
+    def classifier(images):
+        calls[images.requires_grad] += 1
+        if calls[images.requires_grad] in ((2,) if images.requires_grad else (1, 2, 3, 4)):
+            time.sleep(0.1)
+        return images.flatten(1)[:, :2]
+
+    defense = pp.defense("alarm", classifier, pp.PatchThreat((8, 8), ((2, 2),)), per_axis=2)
+    cost = estimate_cost(defense, 1, pp.AttackPlan(steps=1, target="defended"))
+    assert cost is not None
+    assert cost.most_seconds < 4 * 0.1 / 64, "although the first batches took that long"
+    assert 0 < cost.attack_seconds < 0.1, "although the first second step did"

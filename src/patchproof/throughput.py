@@ -169,7 +169,8 @@ def measure(
     answers, _ = subject.timed(ours(replace(defense), predict=True), "ours, predict")
     differ = {"every pair": int((verdicts != every).sum())}
     if count := peer_images:
-        say(f"a loop like the published one, {min(count, len(images))} images")
+        count = min(count, len(images))
+        say(f"a loop like the published one, {count} {'image' if count == 1 else 'images'}")
         for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
             classifier(images[:count][:size])
         peers, _ = subject.timed(lambda x, y: (*peer_certify(classifier, x, y, masks), {}), "peer, certify", count)

@@ -29,7 +29,7 @@ from cyclopts import (
 from cyclopts.config import Dict
 from rich.markup import escape
 
-from patchproof.cli._process import STOP, keep_freed_memory
+from patchproof.cli._process import STOP, keep_freed_memory, sleep_while_waiting
 from patchproof.cli._settings import (
     ARGUMENTS,
     COMMANDS,
@@ -235,6 +235,7 @@ def _layers(tokens: list[str]) -> tuple[type[Any] | None, list[Dict]]:
 
 def main() -> None:
     keep_freed_memory()
+    sleep_while_waiting()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # × or ↔ on a terminal that knows only ASCII

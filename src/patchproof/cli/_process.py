@@ -1,4 +1,4 @@
-"""The process of a command: what it does with freed memory, and when Ctrl-C or a scheduler's SIGTERM ends it."""
+"""The process of a command: freed memory, threads that wait, and when Ctrl-C or a scheduler's SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_MAX, 0)
+
+
+def sleep_while_waiting() -> None:
+    """Threads of torch that wait for each other sleep, unless the environment has a policy of its own.
+
+    They wait after every layer, and by default they spin, also where the core is needed by the thread they wait for,
+    because something else runs on the other one. OpenMP reads the variable when torch is loaded.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Stop:

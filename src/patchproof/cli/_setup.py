@@ -146,7 +146,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
         trained = re.compile(r"checkpoint-(best|last)")  # every training has one, so its folder is named, too
         names = (f"{p.parent.name}-{p.name}".removeprefix(same) if trained.fullmatch(p.name) else p.name for p in paths)
         networks = "+".join(names) + ("-mirror" if settings.mirror else "")
-        name += f"{networks}-{settings.patch}{masks}{kind}{space}"
+        name += f"{networks}-{settings.patch.replace(' ', '')}{masks}{kind}{space}"
     if command == "attack":
         plain, plan = AttackPlan(), part(settings, AttackPlan)
         name += f"-{plan.steps}steps-{plan.restarts}restarts-{plan.places}places"

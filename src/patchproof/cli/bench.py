@@ -72,10 +72,11 @@ def show_measured(measured: dict[str, Any], console: Console) -> None:
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():
-        columns = ("per_axis", "masks", "pairs") * (kind == "masks") + ("images", "passes", "seconds", "peak_bytes")
-        heads = [*(column.replace("_", " ") for column in columns), "passes per image"]
+        axes = ("per_axis", "masks", "pairs") if kind == "masks" else ()
+        heads = [*(name.replace("_", " ") for name in axes), "images", "passes", "per image", "seconds", "peak GiB"]
         table = new_table(*heads, numbers=heads, title=f"cost by {kind}")
         for row in rows:
-            cells = [f"{row[c]:.3f}" if c == "seconds" else f"{row[c]:,}" for c in columns]
-            table.add_row(*cells, f"{row['passes'] / row['images']:.1f}")
+            counts = [f"{row[name]:,}" for name in (*axes, "images", "passes")]
+            each, peak = row["passes"] / row["images"], row["peak_bytes"] / 2**30
+            table.add_row(*counts, f"{each:,.1f}", f"{row['seconds']:.3f}", f"{peak:.2f}")
         print_table(console, table)

@@ -47,6 +47,8 @@ def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
         found = runs_below(Path(pattern or "runs"))
         if settings.json:
             print_json(list(map(run_values, found)))
+        elif not found:
+            console.print(f"no runs below {escape(pattern or 'runs')}", highlight=False, soft_wrap=True)
         else:
             print_table(console, runs_table(found))
         return 0

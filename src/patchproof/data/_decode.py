@@ -99,7 +99,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """As `decode` says, of an image of any mode; ValueError where its grey levels mean nothing."""
     image.load()
     with suppress(Exception):  # tags may be damaged
-        if image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             turned = "some images have an EXIF orientation, which is not applied: they may be seen lying on their side"
             note(turned, example=str(getattr(image, "filename", "")))
     if image.mode == "F" or image.mode.startswith("I"):

@@ -107,7 +107,9 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
     """
     class_names = class_folders(root)
     if not class_names:
-        raise InputError(f"no class folders in {str(root)!r}: expected one sub-folder per class, e.g. cat/1.jpg")
+        loose = any(entry.name.lower().endswith(EXTENSIONS) for entry in _visible(root))
+        hint = "; `patchproof predict` takes images that are in no class" if loose else ""
+        raise InputError(f"no class folders in {str(root)!r}: expected one sub-folder per class, e.g. cat/1.jpg{hint}")
     paths: list[str] = []
     labels: list[int] = []
     for label, class_name in enumerate(class_names):

@@ -50,9 +50,12 @@ def read_state(path: Path) -> State:
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
     try:
-        path.open("rb").close()  # where that fails, the readers below would call it damage
+        with path.open("rb") as file:  # where that fails, the readers below would call it damage
+            magic = file.read(2)
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
+        if magic and not magic.startswith((b"PK", b"\x80")):  # a zip file, or before that a pickle
+            raise InputError(f"{path} is no file that torch.save wrote; give its state dict, or a .safetensors file")
         if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
             raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)

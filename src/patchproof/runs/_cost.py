@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,8 +43,8 @@ BYTES_PER_UNION = 200
 BYTES_PER_CELL = 75
 """Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
-TIMED, COPIES = 2, 64
-"""Batches that are timed, of at most so many copies each."""
+TIMED, TIMED_SECONDS, COPIES = 2, 0.5, 64
+"""Batches that are timed, of at most so many copies each: so many at least, and for so long."""
 
 TIMED_STEPS, ENOUGH_SECONDS = 4, 20.0
 """Steps that are timed, fewer where they take longer; the first of several does not count."""
@@ -75,15 +75,14 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
     if getattr(defense, "classifier", None) is None:
         return None
     image = generated_images(1, defense)
-    masks, most, seconds = getattr(defense, "masks", None), images * defense.most_passes, math.inf
+    masks, most = getattr(defense, "masks", None), images * defense.most_passes
     if masks is None:
         count = needed = 0
         fewest = images * getattr(defense, "fewest_passes", defense.most_passes)
         ready, label = _prepared(defense, image)
-        for _ in range(TIMED):  # whatever a pass is to it; the first one may have things to check
-            began = time.perf_counter()
-            passes = int(ready.certify(image, label).forwards)  # waits for the device
-            seconds = min(seconds, (time.perf_counter() - began) / passes)
+
+        def timed() -> int:
+            return int(ready.certify(image, label).forwards)  # whatever a pass is to it; waits for the device
     else:
         require_memory(defense)
         count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
@@ -92,13 +91,25 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
         keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
         evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
         zeros = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64)
-        for _ in range(TIMED):
-            began = time.perf_counter()
-            evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu()
-            seconds = min(seconds, (time.perf_counter() - began) / len(zeros))
+
+        def timed() -> int:
+            return len(evaluator.evaluate(image, keep, Copies(zeros, zeros, zeros), lambda logits, _: logits).cpu())
+
+    seconds = least_seconds(timed)
     times = 1 / seconds, fewest * seconds, most * seconds
     cost = Cost(images, count, fewest, most, *times, needed, peak_memory(image.device))
     return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, image, plan))
+
+
+def least_seconds(passes: Callable[[], int]) -> float:
+    """Of one pass, by calls that say how many they made. The first call may have things to settle, and other work on
+    the machine comes in bursts and only ever adds: so neither the first nor the mean counts, but the shortest."""
+    found, began = list[float](), time.perf_counter()
+    while len(found) < TIMED or time.perf_counter() - began < TIMED_SECONDS:
+        before = time.perf_counter()
+        count = passes()
+        found.append((time.perf_counter() - before) / count)
+    return min(found)
 
 
 def _prepared(defense: Any, image: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -155,12 +166,13 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:
-    """Of an image that withstands: the second step of each attack in its first round, times rounds and steps."""
+    """Of an image that withstands: the shortest second step of each attack in its first round, times rounds and
+    steps."""
     defense, label = _prepared(defense, image)
     starts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
         places = len(all_places(defense.threat)) ** defense.threat.patches
-    at_once, moments = min(places, CANDIDATES // starts), list[float]()
+    at_once, moments, step = min(places, CANDIDATES // starts), list[float](), 0.0
     first = replace(plan, steps=2, restarts=starts, places=at_once, place_search="grid")
 
     def stepped(*_: int) -> None:
@@ -171,9 +183,13 @@ def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> fl
     for attacks in attacks_on(defense, first, stepped):
         for attack in attacks:
             attack.target = SimpleNamespace(predict=lambda images: label.expand(len(images)))  # that no patch moves
-            attack_in_turn([attack], image, label, seed=0, indices=[0])
+            moments.clear()
+            began = time.perf_counter()
+            while not moments or time.perf_counter() - began < TIMED_SECONDS:
+                attack_in_turn([attack], image, label, seed=0, indices=[0])
+            step += min(after - before for before, after in zip(moments[::2], moments[1::2], strict=True))
     rounds = -(-places // at_once) * -(-plan.restarts // starts)
-    return rounds * plan.steps * (sum(moments[1::2]) - sum(moments[::2]))
+    return rounds * plan.steps * step
 
 
 class _EnoughError(Exception):
