@@ -10,6 +10,7 @@ import torch
 
 import patchproof as pp
 import reference
+from patchproof import throughput
 from patchproof.cli import bench, run
 from patchproof.models import EMBEDDED_SOURCE, load_classifier
 from patchproof.throughput import peer_certify, peer_predict, raw_rate
@@ -54,7 +55,7 @@ def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(bench, "SCALED_PASSES", 100)
+    monkeypatch.setattr(throughput, "SCALED_PASSES", 100)
     path = tmp_path / "bench.json"
     arguments = [
         "--scaling",
