@@ -11,12 +11,13 @@ from patchproof.report import Cell, Column, Table
 from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
-ORDER = [*STRATEGIES, "memory32", "share", "pair", "three", "student"]
+ORDER = [*STRATEGIES, "memory32", "refresh", "share", "pair", "three", "student"]
 TITLES = {
     "imagenette": "ImageNette",
     "imagenette-one-epoch": "ImageNette, one epoch",
     "imagenette-stronger": "ImageNette, memory and what was made of it",
     "fashion-memory": "Fashion-MNIST, memory against greedy",
+    "cifar10-memory": "CIFAR-10 at 32 pixels, memory against greedy",
     "demo": "The networks of make demo",
     "cifar10": "CIFAR-10",
 }
@@ -44,6 +45,7 @@ BESIDE = "One thread per run, beside other work on two cores, so times are upper
 SHARED = "Up to ten runs shared the GPU at a time, so times are upper bounds and not to be compared."
 CONDITIONS = dict.fromkeys(("imagenette", "imagenette-one-epoch", "cifar10", "imagenet"), SHARED) | {
     "fashion": BESIDE,
+    "cifar10-memory": BESIDE,
     "fashion-memory": "Beside other work on two cores, so times are upper bounds.",
 }
 """What the records cannot know about how an experiment was run."""
