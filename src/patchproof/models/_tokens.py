@@ -60,19 +60,19 @@ def masked_tokens(
     visible[:, 0] |= ~visible.any(dim=1)
     visible = functional.pad(visible, (tokens.shape[1] - visible.shape[1], 0), value=True)  # class, register tokens
     order, counts = visible.byte().argsort(dim=1, descending=True, stable=True), visible.sum(dim=1)
+    fewest_first = counts.argsort(stable=True)
     lengths, sizes = torch.stack(counts.unique(return_counts=True)).tolist()
     # A head that pools counts every token that it is given, so its groups are not joined.
     least = SMALLEST_GROUP if vit.global_pool == "token" and vit.attn_pool is None else 1
-    rows_of, logits, shortest, held = [], [], lengths[0], 0
+    logits, begin, end, shortest = [], 0, 0, lengths[0]
     for longest, size in zip(lengths, sizes, strict=True):
-        shortest, held = shortest if held else longest, held + size
-        if held < least and longest != lengths[-1]:
+        shortest, end = shortest if end > begin else longest, end + size
+        if end - begin < least and end < len(images):
             continue
-        held = 0
-        rows = torch.nonzero((counts >= shortest) & (counts <= longest))[:, 0]
+        rows = fewest_first[begin:end]  # a slice: looking for the rows would wait for the device
         shown = tokens[rows[:, None], order[rows, :longest]]
         places = torch.arange(longest, device=images.device)
         seen = None if shortest == longest else (places < counts[rows, None])[:, None, None]
         logits.append(token_pass(vit, shown, seen) if passed is None else passed(shown, seen))
-        rows_of.append(rows)
-    return torch.cat(logits)[torch.cat(rows_of).argsort()]
+        begin = end
+    return torch.cat(logits)[fewest_first.argsort()]
