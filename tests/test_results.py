@@ -242,7 +242,7 @@ def test_the_numbers_under_attack_are_what_a_plain_count_gives(rebuild):
 
 def test_the_audit_of_tau_is_what_a_plain_count_gives(rebuild):
     every = [path.parent for path in RESULTS.rglob("results.json") if path.parent.name != "train"]
-    other = ("leaderboard", "imagenette-stronger", "fashion-memory", "cifar10-memory")  # whose τ is measured another way
+    other = ("leaderboard", "imagenette-stronger", "fashion-memory", "cifar10-memory")  # τ measured otherwise
     folders = [path for path in every if path.parents[1].name not in other]
     taus, audits = [], []
     for folder in folders:
