@@ -9,12 +9,8 @@ from typing import Any, Literal, get_args
 
 from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds
 
-PlaceSearch = Literal["gradient", "grid", "exhaustive"]
-AttackTarget = Literal["undefended", "defended", "both"]
 LossName = Literal["cross-entropy", "bagcert", "ibp"]
-Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
-Augmentation = Literal["none", "light", "shift"]
 Ablation = Literal["column", "row", "block"]
 Certificate = Literal["count", "exact"]
 GutoutTarget = Literal["predicted", "label"]
@@ -142,7 +138,7 @@ DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
 class AttackPlan(Checked):
     """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`."""
 
-    target: AttackTarget = "both"
+    target: Literal["undefended", "defended", "both"] = "both"
     """What to attack: the classifier alone, the defence, or both."""
     steps: int = 40
     """Gradient steps for each start at each location."""
@@ -150,7 +146,7 @@ class AttackPlan(Checked):
     """Starts at each location: first the image's own pixels, then noise."""
     places: int = 4
     """Locations of the patch to try on each image."""
-    place_search: PlaceSearch = "gradient"
+    place_search: Literal["gradient", "grid", "exhaustive"] = "gradient"
     """Where to put the patch: where the input gradient is largest, on an even grid, or at every location (`exhaustive`,
     which ignores the number of places)."""
     step_size: float = 0.1
@@ -201,7 +197,7 @@ class TrainingSettings(Checked):
     """Images in one optimiser step, over all processes."""
     learning_rate: float | None = None
     """Learning rate at the start; default, as in the paper: 0.001 for transformers and ConvNeXt, 0.01 for the rest."""
-    schedule: Schedule = "step"
+    schedule: Literal["step", "cosine", "constant"] = "step"
     """How the learning rate falls; `step`, the paper's, divides it by 10 after half of the epochs."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from zero."""
@@ -222,7 +218,7 @@ class TrainingSettings(Checked):
     start_share: float = 0.0
     """Share of the initial weights in the weights that are validated and saved (WiSE-FT), e.g. 0.2 for a network that
     already knows the classes; 0: none."""
-    augment: Augmentation = "none"
+    augment: Literal["none", "light", "shift"] = "none"
     """`light`: mirror, and crop to 50-100% of the area; `shift`: mirror, and shift by up to an eighth of the side."""
     clean_copies: bool = False
     """Learn from the unmasked images too."""

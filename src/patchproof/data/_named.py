@@ -16,7 +16,6 @@ import numpy as np
 from patchproof.data._sources import ArraySource, ImageSource, class_folders, open_class_folders
 from patchproof.types import InputError, typed
 
-DEFAULT_DATA_DIR = Path("data")
 _VALIDATION = ("val", "validation", "valid")
 _USUAL_SPLITS = ("train", *_VALIDATION, "test")
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
@@ -61,7 +60,7 @@ def open_dataset(
     folder may hold the class folders itself (its split is then "all") or one folder of them per split.
     """
     if str(dataset) in _KNOWN:
-        return _open_named(str(dataset), Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
+        return _open_named(str(dataset), Path(data_dir or "data").expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
     if folder.is_file():
         raise InputError(
