@@ -414,12 +414,6 @@ def test_children_of_any_interval_are_the_best_of_all_subsets_or_an_error(interv
         assert fine.children(parent) == expected
 
 
-def test_ties_between_children_go_to_the_lowest_index():
-    fine = MaskSet((1, 8), tuple(Rect(0, left, 1, 3) for left in (0, 1, 2, 4)))
-    assert fine.children(Rect(0, 2, 1, 1)) == (0,)  # 0, 1 and 2 all contain it and stick out by two
-    assert fine.children(Rect(0, 1, 1, 5)) == (1, 3)  # (0, 3), as few, sticks out by two; this by one
-
-
 @pytest.mark.parametrize(("image", "remainder"), [(224, 3), (28, 5)])
 def test_children_make_up_their_parent_only_for_one_patch_in_six(image, remainder):
     exact = set()
@@ -472,16 +466,6 @@ def test_unions_number_the_distinct_sets_of_pixels(masks):
 @pytest.mark.parametrize("per_axis", [3, 6])
 def test_unions_of_a_grid_are_its_distinct_sets_of_pixels(per_axis):
     check_unions(covering_masks(threat_of(28, 5), per_axis=per_axis))
-
-
-def test_unions_see_through_nested_equal_and_composed_masks():
-    whole, left, right, inner = Rect(0, 0, 2, 4), Rect(0, 0, 2, 2), Rect(0, 2, 2, 2), Rect(0, 0, 1, 1)
-    masks = MaskSet((2, 4), (left, right, left, inner, whole))
-    check_unions(masks)
-    of_pair = masks.unions.of_pair
-    assert of_pair[0, 1] == of_pair[4, 4] == of_pair[3, 4]  # left ∪ right is the whole, in which inner lies
-    assert of_pair[0, 0] == of_pair[2, 2] == of_pair[0, 3]
-    assert len(masks.unions) == 5  # left, right, inner, whole; right ∪ inner
 
 
 @pytest.mark.parametrize("patch", [39, 32, 23, 35, 14])
