@@ -88,8 +88,7 @@ class SmoothingOptions(PatchGuardSmoothingOptions):
     """Options of `derandomized-smoothing`."""
 
     certificate: Certificate = "count"
-    """`count` is the paper's certificate: the label leads by more than twice the votes that a patch can touch. `exact`
-    checks each location of the patch, and never certifies less."""
+    """`count` is the paper's certificate; `exact` checks each location of the patch, and never certifies less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,7 @@ class SmoothedViTOptions(Checked):
     stride: int = 10
     """Pixels from one view to the next."""
     certificate: Certificate = "count"
-    """`count` is the paper's certificate, with Δ counted from pixels. `exact` checks each location of the patch, and
-    never certifies less."""
+    """`count` is the paper's certificate; `exact` checks each location of the patch, and never certifies less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +145,7 @@ class AttackPlan(Checked):
     places: int = 4
     """Locations of the patch to try on each image."""
     place_search: Literal["gradient", "grid", "exhaustive"] = "gradient"
-    """Where to put the patch: where the input gradient is largest, on an even grid, or at every location (`exhaustive`,
-    which ignores the number of places)."""
+    """Where to put the patch: where the input gradient is largest, on an even grid, or (`exhaustive`) everywhere."""
     step_size: float = 0.1
     """Largest change of a pixel in one step; it falls linearly to zero over the steps."""
     only_certified: bool = False

@@ -131,7 +131,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{word}`" for word in parts)
     if origin is tuple:
-        return "(height, width) in whole pixels" if hint == Size else f"({', '.join(map(_words, parts))})"
+        return "(height, width) in whole numbers" if hint == Size else f"({', '.join(map(_words, parts))})"
     if origin is Callable:
         return "a function"
     if parts:

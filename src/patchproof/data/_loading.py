@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import floor
-from numbers import Integral
 
 import numpy as np
 import torch
@@ -205,7 +204,7 @@ def load_groups(
 
 def require_workers(workers: int | None) -> None:
     """Refuse a number of threads that cannot decode; None stands for the default."""
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, Integral) or workers < 1):
+    if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}")
 
 

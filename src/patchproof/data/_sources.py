@@ -32,8 +32,7 @@ EXPECTED = (
 class ImageSource(Protocol):
     """Labelled images in a fixed order; `labels[i]` is an index into `class_names`.
 
-    Images of `low_resolution` sets (32 pixels or so) are enlarged uncropped; others are resized and cropped (paper,
-    Section 4.1).
+    Images of `low_resolution` sets are enlarged uncropped; others are resized and cropped (paper, Section 4.1).
     """
 
     @property
@@ -141,10 +140,7 @@ def class_folders(root: Path) -> tuple[str, ...]:
 
 
 def _images(root: Path, class_name: str) -> Iterator[str]:
-    """The images below a class folder.
-
-    Each real folder is read once, so that links that form a loop end, and folders above the class are not read.
-    """
+    """The images below a class folder; each real folder is read once, so that loops of links end."""
     seen, pending = _with_parents(root), [class_name]
     while pending:
         inside = pending.pop()

@@ -16,10 +16,7 @@ from patchproof.types import InputError, Size
 
 @dataclass(frozen=True)
 class Windows:
-    """A(p), the set of cells that a patch p touches, for the patches p of 𝓡 that matter.
-
-    The patch at `places[a]` (top, left, height, width) touches exactly the cells `touched[a]`.
-    """
+    """The sets A(p): a patch p at `places[a]` (top, left, height, width) touches exactly the cells `touched[a]`."""
 
     touched: Bool[Tensor, "a n"]
     places: Int64[Tensor, "a 4"]
@@ -126,9 +123,9 @@ def _subset(sets: Bool[Tensor, "a n"]) -> Bool[Tensor, "a a"]:
 def _touched(
     seen: Bool[Tensor, "n pixels"], patch: int, *, nested: bool
 ) -> tuple[Bool[Tensor, "p n"], Int64[Tensor, " p"]]:
-    """The distinct sets of cells that see part of a patch on this axis, and the first start of the patch for each.
+    """The distinct sets of cells that a patch touches on this axis, and a start of the patch for each.
 
-    Proper subsets of others are left out unless `nested`.
+    Only maximal sets are kept unless `nested`.
     """
     starts = torch.arange(seen.shape[1] - patch + 1)
     common = torch.nn.functional.conv1d(seen[:, None].float(), torch.ones(1, 1, patch))[:, 0].T  # [start, cell]: pixels

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry._threat import PatchThreat, Rect, Rects, inside, rects_of, size_words, whole_size
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, Size, typed
 
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
@@ -120,10 +120,7 @@ class MaskSet:
 
     @cached_property
     def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:
-        """The row and column edges of all masks, and which of the cells between the edges each mask hides.
-
-        A mask hides a cell as a whole or not at all, so this small table answers questions about pixels exactly.
-        """
+        """The edges of all masks, and the cells between them that each mask hides: a small table that is exact."""
         rows = sorted({0, self.image_size[0], *(edge for r in self.blocks for edge in (r.top, r.bottom))})
         columns = sorted({0, self.image_size[1], *(edge for r in self.blocks for edge in (r.left, r.right))})
         cells = np.zeros((len(self), len(rows) - 1, len(columns) - 1), dtype=bool)
@@ -195,11 +192,7 @@ class MaskSet:
 
     @property
     def union_count(self) -> int:
-        """An upper bound on the number of `unions`, without making them.
-
-        It is the number of pairs of masks, or of sets of the rectangles that two masks have, if that is less. There are
-        fewer unions if a rectangle lies inside a union of others.
-        """
+        """An upper bound on the number of `unions`: pairs of masks, or sets of rectangles that two masks can have."""
         most = 2 * max(map(len, self.parts))
         sets = sum(comb(len(self.blocks), count) for count in range(1, most + 1))
         return min(comb(len(self) + 1, 2), sets)
@@ -224,11 +217,7 @@ class MaskSet:
 
 
 def _touches(edges: Sequence[int], length: int) -> tuple[list[int], Float[np.ndarray, "stretches cells"]]:
-    """The stretches of starts of a patch on one axis in which it touches the same cells, and these cells.
-
-    Stretch i is [starts[i], starts[i + 1]). It begins where the patch begins or ceases to touch a cell between two
-    edges.
-    """
+    """The starts at which a patch on one axis begins or ceases to touch a cell, and the cells touched from each on."""
     end = edges[-1] - length + 1
     starts = sorted({start for edge in edges for start in (edge, edge - length + 1) if 0 <= start <= end} | {0, end})
     cells = [[a - length < start < b for a, b in pairwise(edges)] for start in starts[:-1]]
@@ -252,19 +241,14 @@ def _fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, 
     )
 
 
+@typed
 def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], align: Size | None = None) -> MaskSet:
     """An 𝓡-covering grid of at most `per_axis` masks on each axis (PatchCleanser §3.2).
 
     Against two patches, the set holds these masks and the unions of every two of them: if one mask hides the first
     patch and another the second, their union hides both. With `align` (height, width), mask edges are multiples of it.
     """
-    if not isinstance(threat, PatchThreat):
-        raise InputError(
-            f"threat must be a pp.PatchThreat, e.g. pp.PatchThreat((224, 224), ((39, 39),)), not {threat!r}"
-        )
-    counts = per_axis if isinstance(per_axis, tuple) else (per_axis, per_axis)
-    if len(counts) != 2 or not all(isinstance(count, int) for count in counts):
-        raise InputError(f"per_axis must be a whole number, or one for rows and one for columns, not {per_axis!r}")
+    counts = per_axis if isinstance(per_axis, Sequence) else (per_axis, per_axis)
     rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     grid = _grid(rows, columns)
     return MaskSet(threat.image_size, grid if threat.patches == 1 else _pairs(grid))
