@@ -1,4 +1,4 @@
-"""Geometry the slow way: every patch position, pixel and subset is listed, in plain Python."""
+"""A slow reference of the geometry in plain Python: it lists every patch position, pixel and subset."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uncovered(image_size: Size, masks: Sequence[Box], patch_sizes: Sequence[Size
 def uncovered_pairs(
     image_size: Size, masks: Sequence[Sequence[Box]], patch_sizes: Sequence[Size]
 ) -> list[tuple[Box, Box]]:
-    """Pairs of positions, in no order, that lie together in no mask; a mask is a union of boxes. Pixel by pixel."""
+    """The unordered pairs of positions that no mask (a union of boxes) hides together, pixel by pixel."""
     patches = [patch for size in patch_sizes for patch in positions(image_size, size)]
     hidden = [frozenset().union(*map(pixels, mask)) for mask in masks]
     hiding = {patch: {i for i, mask in enumerate(hidden) if pixels(patch) <= mask} for patch in patches}
@@ -55,7 +55,7 @@ def uncovered_pairs(
 
 
 def axis_masks(n: int, p: int, k: int) -> list[Interval]:
-    """METHOD, Geometry: s = ceil((n − p + 1)/k), m = min(p + s − 1, n), starts 0, s, 2s, … clamped to n − m."""
+    """docs/method.md: s = ceil((n − p + 1)/k), m = min(p + s − 1, n), starts 0, s, 2s, … clamped to n − m."""
     s = ceil(Fraction(n - p + 1, k))
     m = min(p + s - 1, n)
     starts: list[int] = []
@@ -80,7 +80,7 @@ def keep(image_size: Size, masks: Sequence[Box]) -> list[list[list[bool]]]:
 
 
 def fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, ...] | None:
-    """Of all subsets whose union contains `parent`: the fewest, then those that stick out least, then lowest index."""
+    """The best of all subsets whose union contains `parent`: fewest, then least sticking out, then lowest indices."""
     wanted = set(range(*parent))
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for count in range(1, len(small) + 1):
@@ -92,7 +92,7 @@ def fewest_covering(parent: Interval, small: Sequence[Interval]) -> tuple[int, .
 
 
 def centre(x: int, native: int, resized: int) -> Fraction:
-    """Where resized pixel x lies on the native axis, on which pixel i is centred on i."""
+    """The position of resized pixel x on the native axis, where pixel i is centred on i."""
     return Fraction(2 * x + 1, 2) * Fraction(native, resized) - Fraction(1, 2)
 
 
@@ -101,7 +101,7 @@ def nearest_source(x: int, native: int, resized: int) -> int:
 
 
 def has_tie(native: int, resized: int) -> bool:
-    """Is a resized pixel centred on the border of two native ones, so that rounding decides which one it copies?"""
+    """True if a resized pixel is centred between two native pixels, so that rounding decides which one it copies."""
     return any((centre(x, native, resized) + Fraction(1, 2)).denominator == 1 for x in range(resized))
 
 

@@ -1,20 +1,21 @@
-"""patchproof.data: every file becomes the right pixels or a named error, and every image its place in a batch."""
+"""patchproof.data: a file becomes the right pixels or an error that names it, and batches hold the right images."""
 
 from __future__ import annotations
 
-import importlib.util
+import gzip
 import io
 import os
 import pickle
+import re
+import runpy
 import struct
 import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from timm.data.transforms import ResizeKeepRatio
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
+import reference_geometry as reference
 from patchproof.data import (
     DATASETS,
     MAX_PIXELS,
@@ -178,7 +180,7 @@ def test_a_transparent_grey_level_and_float_levels(tmp_path: Path) -> None:
         (np.array([[0, np.nan]], dtype=np.float32), "levels from nan to nan"),
     ],
 )
-def test_levels_without_a_meaning_are_refused(tmp_path: Path, levels: np.ndarray, message: str) -> None:
+def test_grey_levels_out_of_range_are_refused(tmp_path: Path, levels: np.ndarray, message: str) -> None:
     with pytest.raises(BadImageError, match=message):
         decode(save(tmp_path / "a.tif", Image.fromarray(levels)))
 
@@ -214,7 +216,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_what_is_no_image_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_no_image_is_named(tmp_path: Path, name: str) -> None:
     make, message = BAD_FILES[name]
     make(tmp_path / name)
     with pytest.raises(BadImageError, match=message) as caught:
@@ -389,6 +391,8 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "folder", "classes", "low_resolution"),
     [
+        ("imagenet", "val", 1000, False),
+        ("imagenet", "ILSVRC2012_img_val", 1000, False),
         ("imagenette", "imagenette/val", 10, False),
         ("imagenette", "imagenette2/val", 10, False),
         ("imagenette", "imagenette2-320/test", 10, False),
@@ -404,19 +408,8 @@ def test_named_sets_as_class_folders(
 ) -> None:
     class_folders(tmp_path / folder, [f"class{i:03d}" for i in range(classes)], per_class=1)
     source = open_dataset(name, data_dir=tmp_path)
-    assert (source.name, source.split, len(source)) == (name, folder.split("/")[1], classes)
+    assert (source.name, source.split, len(source)) == (name, re.split("[/_]", folder)[-1], classes)
     assert source.low_resolution is low_resolution
-
-
-@pytest.mark.parametrize("folder", ["val", "ILSVRC2012_img_val"])
-def test_imagenet_layouts(tmp_path: Path, folder: str) -> None:
-    data = save(tmp_path / "one.jpg", noise(80, 80)).read_bytes()
-    for i in range(1000):
-        (tmp_path / folder / f"n{i:08d}").mkdir(parents=True)
-        (tmp_path / folder / f"n{i:08d}" / f"ILSVRC2012_val_{i:08d}.JPEG").write_bytes(data)
-    source = open_dataset("imagenet", data_dir=tmp_path)
-    assert (len(source.class_names), source.split, source.low_resolution) == (1000, "val", False)
-    assert source.class_names[7] == "n00000007"
 
 
 def test_every_place_is_searched_and_every_class_needed(tmp_path: Path) -> None:
@@ -450,7 +443,7 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path: Path, name: str, pl
             open_dataset("imagenet", data_dir=tmp_path, download=True)
 
 
-@pytest.mark.parametrize("name", ["imagenette", "cifar10", "cifar100", "svhn"])
+@pytest.mark.parametrize("name", ["imagenette", "cifar10", "svhn"])
 def test_download_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nothing listens there
@@ -591,24 +584,9 @@ def test_float_tensors_reach_the_batch_as_they_are() -> None:
         list(iterate_batches(source, default_preprocessing(True, (7, 5)), [0], batch_size=1))
     mixed = as_source([(tensors[0], 0), (noise(6, 5), 1), (tensors[0, :, 1:], 2)])
     for pair in ([0, 1], [0, 2]):
-        with pytest.raises(InputError, match="images of different sizes or kinds cannot share a batch"):
+        with pytest.raises(InputError, match=r"different sizes or kinds cannot share a batch.*give the prep"):
             list(iterate_batches(mixed, SAME, pair, batch_size=2))
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (torch.zeros(3, 4, 4, dtype=torch.uint8), r"torch.uint8 of \(3, 4, 4\), expected floats .*divide bytes by 255"),
-        (torch.zeros(4, 4), r"expected floats in \[0, 1\] \(channels, height, width\)"),
-        (torch.full((3, 4, 4), 1.5), "values from 1.5 to 1.5, expected 0 to 1"),
-        (torch.full((3, 4, 4), -0.1), "values from -0.1"),
-        (torch.tensor([[[0.0, torch.nan]]]), "values from nan"),
-    ],
-)
-def test_tensors_that_are_no_images_are_bad_images(image: torch.Tensor, message: str) -> None:
-    source = as_source([(torch.zeros(3, 4, 4), 0), (image, 0)])
-    with pytest.raises(BadImageError, match=f"'00001': .*{message}"):
-        source.load(1)
+        assert [len(batch.images) for batch in iterate_batches(mixed, SAME, pair, batch_size=1)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -616,14 +594,12 @@ def test_tensors_that_are_no_images_are_bad_images(image: torch.Tensor, message:
     [
         (7, r"int is no data set: expected a sequence of \(image, label\)"),
         ("photos", r"str is no data set: .*open_dataset"),
-        ({"image": 0}, "dict is no data set"),
         ([], "there are no images; expected"),
-        ([{"image": 0, "label": 1}], r"item 0 is \(dict\); expected"),
         ([("cat.png", 0)], r"item 0 is \(str; int\)"),
         ([(noise(2, 2), 0.5)], "the label of item 0 must be an integer, not 0.5"),
     ],
 )
-def test_what_is_no_sequence_of_images_is_refused(data: object, message: str) -> None:
+def test_other_data_than_a_sequence_of_images_is_refused(data: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         as_source(data)
 
@@ -663,37 +639,18 @@ def test_preprocess_equals_torchvision_on_pillow(
 def test_nearest_copies_the_pixel_under_the_centre(native: tuple[int, int], resized: tuple[int, int]) -> None:
     image = noise(*native)
     found = preprocess(image, Preprocessing(resized, None, "nearest"))
-    for y in range(resized[0]):
-        for x in range(resized[1]):
-            row = Fraction(2 * y + 1, 2) * native[0] / resized[0]
-            column = Fraction(2 * x + 1, 2) * native[1] / resized[1]
-            assert tuple(found[:, y, x].tolist()) == image.getpixel((int(column), int(row)))
-
-
-def kernel(interpolation: str, t: float) -> float:
-    t, a = abs(t), -0.75
-    if interpolation == "bilinear":
-        return max(0.0, 1 - t)
-    if t <= 1:
-        return (a + 2) * t**3 - (a + 3) * t**2 + 1
-    return a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a if t < 2 else 0.0
-
-
-def weights(native: int, resized: int, interpolation: str) -> np.ndarray:
-    """[x, i] as the definition says: the kernel around (x + ½)·native/resized − ½, the border pixels repeated."""
-    table = np.zeros((resized, native))
-    for x in range(resized):
-        centre = (x + 0.5) * native / resized - 0.5
-        for i in range(int(np.floor(centre)) - 1, int(np.floor(centre)) + 3):
-            table[x, min(max(i, 0), native - 1)] += kernel(interpolation, centre - i)
-    return table
+    rows, columns = (
+        [reference.nearest_source(x, n, r) for x in range(r)] for n, r in zip(native, resized, strict=True)
+    )
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(image)[rows][:, columns])
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("native", "resized"), [((20, 31), (40, 33)), ((50, 33), (11, 40)), ((32, 32), (7, 9))])
 def test_preprocess_without_antialias(native: tuple[int, int], resized: tuple[int, int], interpolation: str) -> None:
     image = noise(*native)
-    rows, columns = (weights(n, r, interpolation) for n, r in zip(native, resized, strict=True))
+    tables = (reference.resize_weights(n, r, interpolation) for n, r in zip(native, resized, strict=True))
+    rows, columns = (np.array(table, dtype=float) for table in tables)
     exact = np.einsum("yi,xj,ijc->cyx", rows, columns, np.asarray(image, dtype=np.float64)).clip(0, 255)
     found = preprocess(image, Preprocessing(resized, None, interpolation, antialias=False))  # type: ignore[arg-type]
     assert np.abs(found.numpy() - exact).max() <= 0.501
@@ -753,9 +710,6 @@ def test_slivers_are_refused_before_they_are_enlarged() -> None:
 def test_default_preprocessing(low: bool, size: tuple[int, int], crop_pct: float, expected: Preprocessing) -> None:
     assert default_preprocessing(low, size, crop_pct=crop_pct) == expected
     assert default_preprocessing(low, size, interpolation="bilinear").interpolation == "bilinear"
-    for share in (0.0, 1.1, -1.0):
-        with pytest.raises(InputError, match="0 < crop_pct <= 1, not"):
-            default_preprocessing(low, size, crop_pct=share)
 
 
 @pytest.mark.parametrize("shape", [(300, 300), (300, 500), (500, 300), (30, 40), (97, 1), (300, 401)])
@@ -858,15 +812,6 @@ def test_an_image_smaller_than_the_crop_is_named(tmp_path: Path) -> None:
     assert (batch.indices, batch.bad[0].index) == ([0], 1)
 
 
-def test_images_of_different_sizes_do_not_stack(tmp_path: Path) -> None:
-    save(tmp_path / "a" / "1.png", noise(8, 9))
-    save(tmp_path / "a" / "2.png", noise(8, 10))
-    source = open_dataset(str(tmp_path))
-    with pytest.raises(InputError, match=r"\(3, 8, 9\) and \(3, 8, 10\).*give the preprocessing a crop"):
-        list(iterate_batches(source, SAME, [0, 1], batch_size=2))
-    assert [b.images.shape[3] for b in iterate_batches(source, SAME, [0, 1], batch_size=1)] == [9, 10]
-
-
 def test_batches_check_their_arguments_before_they_start() -> None:
     for name in ("batch_size", "workers"):
         with pytest.raises(InputError, match=f"{name} must be at least 1, not 0"):
@@ -905,21 +850,8 @@ def test_reading_ahead_is_bounded_and_ends_with_the_iterator() -> None:
 # the script that made the embedded slice
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / "make_fashion_mini.py"
-    spec = importlib.util.spec_from_file_location("make_fashion_mini", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def write_idx(folder: Path) -> None:
     """Image i of a split is filled with i; the labels run 2, 1, 0, 2, 1, 0, …"""
-    import gzip
-
     for prefix, count in (("train", 12), ("t10k", 9)):
         labels = bytes(2 - i % 3 for i in range(count))
         images = b"".join(bytes([i]) * 6 for i in range(count))
@@ -929,7 +861,9 @@ def write_idx(folder: Path) -> None:
         (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(image_file))
 
 
-def test_script_takes_the_first_of_each_class_and_is_deterministic(tmp_path: Path, script: ModuleType) -> None:
+def test_script_takes_the_first_of_each_class_and_is_deterministic(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "scripts" / "make_fashion_mini.py"
+    script = SimpleNamespace(**runpy.run_path(str(path)))
     write_idx(tmp_path)
     first, again = (script.npz_bytes(script.chosen_arrays(tmp_path, {"train": 2, "test": 1})) for _ in range(2))
     assert first == again
@@ -938,20 +872,14 @@ def test_script_takes_the_first_of_each_class_and_is_deterministic(tmp_path: Pat
     assert arrays["train_images"][:, 1, 2].tolist() == [0, 1, 2, 3, 4, 5]
     assert arrays["train_images"].shape == (6, 2, 3)
     assert arrays["test_labels"].tolist() == [2, 1, 0]
-
-
-def test_script_refuses_other_files(tmp_path: Path, script: ModuleType) -> None:
-    write_idx(tmp_path)
     with pytest.raises(SystemExit, match=r"train-images-idx3-ubyte.gz in .* is not Fashion-MNIST's: md5"):
         script.check_md5(tmp_path)
-    with pytest.raises(SystemExit, match="not an idx file of unsigned bytes"):
-        script.read_idx(b"\0\0\x0d\x01....")
 
 
-def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypatch):
+def test_kept_images_are_decoded_once(tmp_path, monkeypatch):
     """In another order and other batches too; a bad image stays bad."""
     class_folders(tmp_path, ["a", "b"], per_class=5)
-    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded(range(10))
+    source, how, kept = open_dataset(str(tmp_path)), Preprocessing((8, 8)), Decoded()
     (tmp_path / "a" / "1.png").write_text("no image")
 
     def batches(order: list[int], size: int, store: Decoded | None) -> list[Batch]:
@@ -969,14 +897,3 @@ def test_kept_images_are_decoded_once_and_batched_in_one_copy(tmp_path, monkeypa
         assert torch.equal(found.labels, expected.labels)
         assert found.images.is_contiguous(memory_format=torch.channels_last)
     assert decoded == [1]
-    with pytest.raises(InputError, match="images of different sizes or kinds cannot be kept decoded"):
-        kept.add([0], torch.zeros(1, 3, 9, 8, dtype=torch.uint8))
-
-
-def test_kept_images_take_the_memory_of_those_that_are_learned_from():
-    """Two of a million: 3 MB each, not 3 TB."""
-    kept = Decoded([7, 1_000_000])
-    image = torch.randint(256, (1, 3, 1000, 1000), dtype=torch.uint8)
-    kept.add([1_000_000], image)
-    assert list(kept.unknown([1_000_000, 7])) == [7]
-    assert torch.equal(kept.batch([1_000_000]), image)

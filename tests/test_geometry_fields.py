@@ -1,4 +1,4 @@
-"""Which cells a patch touches: by arithmetic, and by changing pixels one at a time."""
+"""The cells that a patch touches, by arithmetic and pixel by pixel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patchproof.types import InputError
 
 
 def reference_windows(fields: Fields, threat: pp.PatchThreat, nested: bool) -> set[frozenset[int]]:
-    """The A(p), pixel by pixel; unless `nested`, the maximal ones."""
+    """The sets A(p), pixel by pixel; only the maximal ones unless `nested`."""
     keep = fields.keep()[:, 0]
     height, width = threat.image_size
     found = {

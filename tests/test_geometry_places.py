@@ -27,7 +27,7 @@ THREAT = pp.PatchThreat((8, 10), ((3, 2), (2, 4)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16, 1000])
-def test_a_grid_has_at_most_so_many_different_places_of_every_size_it_has_room_for(count):
+def test_a_grid_has_at_most_count_different_locations_of_every_patch_size(count):
     every = [r for size in THREAT.patch_sizes for r in reference.all_patches(THREAT.image_size, size)]
     assert list(as_rects(all_places(THREAT))) == every
     found = as_rects(grid_places(THREAT, count))
@@ -49,7 +49,7 @@ def test_gradient_mass_and_hiding_equal_loops(generator):
 
 
 def reference_best(score: list[float], places: list[pp.Rect], count: int) -> list[int]:
-    """One by one: the best place that is not close to a chosen one; when all are, the best of those left."""
+    """One by one: the best location that is not close to a chosen one; if all are close, the best that is left."""
 
     def close(a, b):
         same = (a.height, a.width) == (b.height, b.width)
@@ -93,7 +93,7 @@ def test_places_of_two_patches_equal_loops_over_pairs(generator):
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
-def test_the_best_pairs_do_not_overlap_while_there_are_such_and_have_the_highest_sums(generator, count):
+def test_the_best_pairs_are_disjoint_ones_by_sum_then_overlapping_ones(generator, count):
     threat = pp.PatchThreat((9, 9), ((3, 3),), patches=2)
     assert len(grid_places(threat, count)) == count
     places, score = all_places(threat), torch.rand(4, 49, generator=generator)

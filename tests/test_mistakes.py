@@ -1,4 +1,4 @@
-"""The usual mistakes with the library fail in words where the value enters, and hints name what `pp` exports."""
+"""Usual mistakes raise a clear error where the wrong value enters, and hints only name what `pp` exports."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ from patchproof.settings import DEFENSE_OPTIONS
 
 @pytest.fixture(autouse=True)
 def as_users_have_it(monkeypatch):
-    """No annotation is checked at run time, as it is in the other tests."""
+    """Switch off the run-time checks of annotations that the other tests have."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -156,9 +156,7 @@ def test_what_a_forward_returns_or_raises_is_said_wherever_it_is_called(turn, wo
 def test_constructors_name_the_parameter():
     for make, words in (
         (lambda: pp.PatchThreat(image_size=64, patch_sizes=((5, 5),)), r"image_size .* e.g. \(64, 64\), not 64"),
-        (lambda: pp.PatchThreat.square(image_size=64, percent=3), r"image_size .* e.g. \(64, 64\), not 64"),
         (lambda: pp.PatchThreat((64, 64), (5, 5)), r"patch_sizes is a tuple of \(height, width\)"),
-        (lambda: pp.PatchThreat((64, 64), 5), "patch_sizes is a tuple"),
         (lambda: pp.load_classifier("small", "embedded", input_size=64), "input_size must be"),
         (lambda: pp.masking_strategy("greedy", image_size=64, generator=torch.Generator()), "image_size must be"),
         (lambda: pp.covering_masks(THREAT, per_axis=2.5), "per_axis must be a whole number"),
@@ -170,7 +168,6 @@ def test_constructors_name_the_parameter():
         ),
         (lambda: pp.defense("alarm", "resnet50", THREAT), "pp.load_classifier makes one"),
         (lambda: pp.Ensemble(Net()), r"members must be a list .* e.g. pp.Ensemble\(\[first, second\]\)"),
-        (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit=1.5), "limit must be a whole number"),
         (
             lambda: pp.certify(build(), [(IMAGES[0], 0)], executor="ray"),
             "executor must be a patchproof.runs.executors.",
@@ -181,7 +178,6 @@ def test_constructors_name_the_parameter():
             lambda: pp.PatchThreat.square(image_size=(64, 64), percent="3%"),
             "percent must be a number, e.g. 3, not '3%'",
         ),
-        (lambda: pp.defense("nothing", Net(), THREAT), "unknown defence `nothing`; known are"),
         (lambda: pp.defense(Net(), "alarm", THREAT), r"name must be text, e.g. pp.defense\(.*, not Net$"),
         (lambda: pp.defense("alarm", Net, THREAT), r"Net is a class; give Net\(\)"),
         (lambda: pp.certify(build(), [(IMAGES[0], 0)], limit="5"), "limit must be a whole number or None, not '5'"),
@@ -192,14 +188,11 @@ def test_constructors_name_the_parameter():
         ),
         (lambda: pp.defense("alarm", THREAT, Net()), "threat must be a pp.PatchThreat, .*, not Net"),
         (lambda: pp.train(Net().requires_grad_(False), [(IMAGES[0], 0)]), "all parameters .* are frozen"),
-        (lambda: pp.Plan(epochs=1.5), "epochs must be a whole number, not 1.5"),
         (lambda: pp.Plan(epochs=True), "epochs must be a whole number, not True"),
         (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
         (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number or None, not '0.1'"),
         (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%', not 39"),
-        (lambda: pp.Plan(epochs=1, warmup_epochs=3), r"warmup_epochs must be in \[0, epochs\], not 3"),
         (lambda: pp.Plan(teacher="x"), r"teacher must be a classifier, e.g. pp.load_checkpoint\(…\), not 'x'"),
-        (lambda: pp.AttackPlan(steps=1.5), "steps must be a whole number, not 1.5"),
         *(
             (lambda fill=fill: build(fill=fill), r"fill must be one number in \[0, 1\] per channel")
             for fill in (7, 0.5, "grey", (7, 7, 7), (float("nan"),) * 3)

@@ -1,4 +1,4 @@
-"""The paper's rows by name, with the numbers it prints."""
+"""Recipes hold the paper's numbers, and can be trained and certified."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_every_recipe_names_things_that_exist():
         assert all(0 < e.certified < 100 for e in recipe.expectations)
 
 
-def test_recipes_are_found_by_wildcard_and_what_the_paper_could_not_train_is_none():
+def test_recipes_are_found_by_wildcard_and_a_missing_row_of_the_paper_has_none():
     assert {r.training["strategy"] for r in matching_recipes("imagenette-convnext-*")} == {"cutout", "rand", "greedy"}
     with pytest.raises(InputError, match="unknown recipe `imagenet-vit-grid6x6`; did you mean"):
         find_recipe("imagenet-vit-grid6x6")
 
 
 def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified():
-    """Flags are read as the command line reads them; the network fits its loss, and the defence the network."""
+    """The command line accepts every recipe's settings; the network fits its loss, and the defence fits the network."""
     families = {recipe.defense for recipe in FIELD_RECIPES.values()}
     assert families == set(DEFENSES) - {"alarm"}
     epochs = {name: recipe.training["epochs"] for name, recipe in FIELD_RECIPES.items()}

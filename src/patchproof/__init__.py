@@ -11,18 +11,17 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, with all that it needs imported now."""
-    from importlib import import_module
+    """Import the public names when one of them, or `__all__`, is first used."""
+    if name == "__all__" or not name.startswith("__"):
+        from importlib import import_module
 
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module("patchproof._public"), name)
-    except AttributeError as error:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
+        public = vars(import_module("patchproof._public"))
+        if name == "__all__":
+            return [public_name for public_name in public if not public_name.startswith("_")]
+        if name in public:
+            return public[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    from patchproof import _public
-
-    return sorted({*globals(), *_public.__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -1,4 +1,4 @@
-"""`patchproof`, `python -m patchproof`, and with it `torchrun -m patchproof`."""
+"""The entry point of `patchproof`, `python -m patchproof` and `torchrun -m patchproof`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from patchproof.version import __version__
 
 
 def main() -> None:
-    """The command line; the version is printed before the commands are imported."""
+    """Run the command line; `--version` is answered before the commands are imported."""
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{__version__}\n")
         return
@@ -14,7 +14,7 @@ def main() -> None:
         from patchproof.cli import main
 
         main()
-    except KeyboardInterrupt:  # before the command line listens to signals
+    except KeyboardInterrupt:  # before the command line handles signals
         sys.exit(130)
 
 

@@ -1,56 +1,34 @@
-"""The public names. `patchproof` hands them on when they are first used: torch takes seconds to import."""
+"""The public names. `import patchproof` imports this module only when one of them is used: torch takes seconds."""
 
-from patchproof.attacks import AttackPlan
-from patchproof.data import open_dataset
-from patchproof.defenses import (
-    DEFENSES,
-    Alarm,
-    Certificates,
-    Defense,
-    PatchCleanser,
-    defense,
-    two_mask_labels,
-)
-from patchproof.geometry import MaskSet, PatchThreat, Rect, covering_masks, native_footprint, native_threat
-from patchproof.masking import Engine, Ensemble, check_classifier, occlude
-from patchproof.models import load_checkpoint, load_classifier
-from patchproof.runs import attack, certify, predict, train
-from patchproof.training import MaskingStrategy, Plan, masking_strategy
-from patchproof.types import CheckError, Classifier, InputError, Preprocessing
-from patchproof.version import __version__
-
-__all__ = [
-    "DEFENSES",
-    "Alarm",
-    "AttackPlan",
-    "Certificates",
-    "CheckError",
-    "Classifier",
-    "Defense",
-    "Engine",
-    "Ensemble",
-    "InputError",
-    "MaskSet",
-    "MaskingStrategy",
-    "PatchCleanser",
-    "PatchThreat",
-    "Plan",
-    "Preprocessing",
-    "Rect",
-    "__version__",
-    "attack",
-    "certify",
-    "check_classifier",
-    "covering_masks",
-    "defense",
-    "load_checkpoint",
-    "load_classifier",
-    "masking_strategy",
-    "native_footprint",
-    "native_threat",
-    "occlude",
-    "open_dataset",
-    "predict",
-    "train",
-    "two_mask_labels",
-]
+from patchproof.attacks import AttackPlan as AttackPlan
+from patchproof.data import open_dataset as open_dataset
+from patchproof.defenses import DEFENSES as DEFENSES
+from patchproof.defenses import Alarm as Alarm
+from patchproof.defenses import Certificates as Certificates
+from patchproof.defenses import Defense as Defense
+from patchproof.defenses import PatchCleanser as PatchCleanser
+from patchproof.defenses import defense as defense
+from patchproof.defenses import two_mask_labels as two_mask_labels
+from patchproof.geometry import MaskSet as MaskSet
+from patchproof.geometry import PatchThreat as PatchThreat
+from patchproof.geometry import Rect as Rect
+from patchproof.geometry import covering_masks as covering_masks
+from patchproof.geometry import native_footprint as native_footprint
+from patchproof.geometry import native_threat as native_threat
+from patchproof.masking import Engine as Engine
+from patchproof.masking import Ensemble as Ensemble
+from patchproof.masking import check_classifier as check_classifier
+from patchproof.masking import occlude as occlude
+from patchproof.models import load_checkpoint as load_checkpoint
+from patchproof.models import load_classifier as load_classifier
+from patchproof.runs import attack as attack
+from patchproof.runs import certify as certify
+from patchproof.runs import predict as predict
+from patchproof.runs import train as train
+from patchproof.training import MaskingStrategy as MaskingStrategy
+from patchproof.training import Plan as Plan
+from patchproof.training import masking_strategy as masking_strategy
+from patchproof.types import CheckError as CheckError
+from patchproof.types import Classifier as Classifier
+from patchproof.types import InputError as InputError
+from patchproof.types import Preprocessing as Preprocessing

@@ -1,5 +1,8 @@
-"""Trainings by name with the numbers that papers report for them: every row of the paper's Tables 1, 2, 3 and A1
-(embedded/paper_tables.csv), one for each family of defences on CIFAR-10 at its native 32 pixels, and our own."""
+"""Training recipes by name, with the numbers that papers report for them.
+
+There is one recipe for every row of the paper's Tables 1, 2, 3 and A1 (embedded/paper_tables.csv), one for each family
+of defences on CIFAR-10 at its native 32 pixels, and some of our own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from patchproof.types import InputError
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of the paper's networks: timm's name and weights, and the learning rate it is fine-tuned with."""
+    """One of the paper's networks: timm's name, its weights, and the learning rate for fine-tuning."""
 
     model: str
     weights: str
@@ -33,9 +36,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Expectation:
-    """One cell of a table: at this patch and mask set, these percentages; `defended` is the paper's clean accuracy.
+    """One cell of a paper's table: percentages for this patch and mask set; `defended` is the paper's clean accuracy.
 
-    What no paper has trained has no table and no percentages.
+    A cell that no paper reports has no table and no percentages.
     """
 
     table: str
@@ -47,8 +50,10 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `patchproof train` is told, and the defence that certifies the network at every expectation's patch and
-    masks; first comes the recipe `start`."""
+    """The settings of a training, and the defence to certify the network with at every expectation's patch and masks.
+
+    If `start` names another recipe, that one is trained first.
+    """
 
     name: str
     training: Mapping[str, Any]
@@ -58,7 +63,7 @@ class Recipe:
     start: str | None = None
 
     def options_for(self, expected: Expectation) -> dict[str, Any]:
-        """Those of the defence for this cell."""
+        """The options of the defence for this expectation."""
         return {**self.options} if expected.masks is None else {**self.options, "per_axis": expected.masks}
 
 
@@ -76,6 +81,8 @@ FIELD: Mapping[str, Any] = {
     "compile": True,
     "keep_decoded": True,
 }
+"""The settings that all recipes on CIFAR-10 at 32 pixels share, unless they say otherwise."""
+
 SGD: Mapping[str, Any] = {"learning_rate": 0.1, "weight_decay": 5e-4}
 ADAMW: Mapping[str, Any] = {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.05}
 VIEWS = {"strategy": "column4", "views": 4, "validate_with": "derandomized-smoothing"}
@@ -84,7 +91,6 @@ VIT = {"model": "vit_patch4_32", "drop_tokens": True, **VIEWS, **ADAMW}
 MASKED = {"model": "resnet18_32", **SGD}
 TUNED = {**MASKED, "epochs": 6, "warmup_epochs": 0.5, "learning_rate": 0.05}
 BAGNET = {"model": "bagnet5", "validate_with": "bagcert"}
-SIX_BY_SIX: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6}
 BAGCERT = {**BAGNET, "loss": "bagcert", "warmup_epochs": 0.5, **ADAMW, "learning_rate": 0.004}
 IBP = {
     "model": "cnn_ibp",
@@ -108,18 +114,19 @@ def _field(
     start: str | None = None,
     **options: Any,
 ) -> Recipe:
-    """A network of the family on CIFAR-10 at 32 pixels, from random weights or from what `start` ends with; with the
-    clean and certified accuracies of Table 1 for 2×2 and for 5×5 pixels, mostly of larger or pretrained networks."""
-    cells = tuple(
-        Expectation("1", patch, options.get("per_axis"), *numbers)
-        for patch, numbers in (("2px", small), ("5px", large))
-    )
-    begins = {"weights": "random"} if start is None else {}
-    training = {**FIELD, **begins, **training}
-    return Recipe(f"cifar10-32px-{title}", training, cells, defense or title, options, start)
+    """A network of a defence's family on CIFAR-10 at 32 pixels, trained from random weights or from those of `start`.
+
+    `small` and `large` are the clean and certified accuracies of Table 1 for 2×2 and for 5×5 pixels; most of the
+    networks behind them are larger or pretrained.
+    """
+    masks = options.get("per_axis")
+    cells = (Expectation("1", "2px", masks, *small), Expectation("1", "5px", masks, *large))
+    weights = {"weights": "random"} if start is None else {}
+    return Recipe(f"cifar10-32px-{title}", {**FIELD, **weights, **training}, cells, defense or title, options, start)
 
 
 PLAIN = Recipe("cifar10-32px-plain", {**FIELD, "weights": "random", **MASKED, "epochs": 34}, ())
+CLEANSER: Mapping[str, Any] = {"defense": "patchcleanser", "per_axis": 6, "start": PLAIN.name}
 FIELD_RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -131,17 +138,14 @@ FIELD_RECIPES: Mapping[str, Recipe] = {
         _field("bagcert", BAGCERT, (86.0, 72.9), (86.0, 60.0)),
         _field("ibp", IBP, (65.8, 51.9), (47.8, 30.8)),
         PLAIN,
-        *(
-            _field(f"patchcleanser-{name}", {**TUNED, "strategy": name}, small, large, start=PLAIN.name, **SIX_BY_SIX)
-            for name, small, large in (
-                ("cutout", (97.7, 86.1), (97.5, 77.8)),
-                ("greedy", (97.7, 90.8), (97.5, 84.3)),
-            )
-        ),
+        _field("patchcleanser-cutout", {**TUNED, "strategy": "cutout"}, (97.7, 86.1), (97.5, 77.8), **CLEANSER),
+        _field("patchcleanser-greedy", {**TUNED, "strategy": "greedy"}, (97.7, 90.8), (97.5, 84.3), **CLEANSER),
     )
 }
-"""One for each defence of the paper's Table 1, all of the same epochs, those of their start included; PatchCleanser's,
-with two strategies, after plain training."""
+"""One recipe for each defence of the paper's Table 1, and two strategies for PatchCleanser, which begin with PLAIN.
+
+All networks are trained for the same number of epochs, including those of the recipe they begin with.
+"""
 
 MEMORY: Mapping[str, Any] = {"strategy": "memory", "memory_tries": "2,2,2,1", "schedule": "cosine", "ema": 0.99}
 LITE0: Mapping[str, Any] = {
@@ -168,14 +172,7 @@ SMALL: Mapping[str, Any] = {
     "weight_decay": 5e-4,
     "validation_images": 100,
 }
-
-
 BEGUN = {"weights": "random", "strategy": "none", "epochs": 2, "learning_rate": 0.1}
-SMALL_STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "cutout": {"strategy": "cutout", "epochs": 3},
-    "greedy": {"strategy": "greedy", "epochs": 3},
-    "memory": {**MEMORY, "epochs": 6},
-}
 
 
 def _own(name: str, training: Mapping[str, Any], *patches: str, start: str | None = None) -> Recipe:
@@ -189,31 +186,40 @@ OWN_RECIPES: Mapping[str, Recipe] = {
         _own("imagenette-lite0-memory", LITE0, "3%"),
         _own("fashion-small-plain", {**SMALL, **BEGUN}),
         *(
-            _own(f"fashion-small-{name}", {**SMALL, **training}, "5px", start="fashion-small-plain")
-            for name, training in SMALL_STRATEGIES.items()
+            _own(f"fashion-small-{training['strategy']}", {**SMALL, **training}, "5px", start="fashion-small-plain")
+            for training in (
+                {"strategy": "cutout", "epochs": 3},
+                {"strategy": "greedy", "epochs": 3},
+                {**MEMORY, "epochs": 6},
+            )
         ),
     )
 }
-"""`memory` against `greedy` (docs/howto/strategy.md); `patchproof demo` trains the small ones."""
+"""Recipes that compare `memory` with `greedy` (docs/howto/strategy.md); `patchproof demo` trains the small ones."""
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Those of the paper, derived from the table of its numbers."""
+    """The recipes of the paper, one for each row of its tables of numbers."""
     text = files("patchproof").joinpath("embedded/paper_tables.csv").read_text("utf-8")
     cells: dict[tuple[str, str, str], dict[tuple[str, int], Expectation]] = {}
     for row in csv.DictReader(text.splitlines()):
         key, patch, masks = (row["dataset"], row["architecture"], row["strategy"]), row["patch"], int(row["masks"])
         defended = float(row["defended"]) if row["defended"] else None
-        found = Expectation(row["table"], patch, masks, defended, float(row["certified"]))
-        # A cell that two tables print is the one with the clean accuracy beside it; they agree on the other number.
-        cells.setdefault(key, {}).setdefault((patch, masks), found)
-    made = {}
+        cell = Expectation(row["table"], patch, masks, defended, float(row["certified"]))
+        # Of a cell in two tables, the first has the clean accuracy too; their certified accuracies agree.
+        cells.setdefault(key, {}).setdefault((patch, masks), cell)
+    found = {}
     for dataset, architecture, strategy in sorted(cells):
-        name, size = f"{dataset}-{architecture}-{strategy}", 128 if dataset == "imagenet" else 64
-        training = {**asdict(ARCHITECTURES[architecture]), "dataset": dataset, "strategy": strategy, "batch_size": size}
-        made[name] = Recipe(name, training, tuple(cells[dataset, architecture, strategy].values()))
-    return made
+        name = f"{dataset}-{architecture}-{strategy}"
+        training = {
+            **asdict(ARCHITECTURES[architecture]),
+            "dataset": dataset,
+            "strategy": strategy,
+            "batch_size": 128 if dataset == "imagenet" else 64,
+        }
+        found[name] = Recipe(name, training, tuple(cells[dataset, architecture, strategy].values()))
+    return found
 
 
 def every_recipe() -> Mapping[str, Recipe]:
@@ -221,6 +227,7 @@ def every_recipe() -> Mapping[str, Recipe]:
 
 
 def find_recipe(name: str) -> Recipe:
+    """The recipe of this name, or an error that names the nearest one."""
     known = every_recipe()
     if name in known:
         return known[name]
@@ -230,14 +237,11 @@ def find_recipe(name: str) -> Recipe:
 
 
 def needs_training(defense: str, undefended: float, defended: float) -> str | None:
-    """Where a defence answers far worse than the classifier alone: it needs networks of its family, and how one is
-    trained."""
-    found = (r for r in FIELD_RECIPES.values() if r.defense == defense != "patchcleanser" and r.expectations)
-    recipe = next(found, None)
-    if recipe is None or 2 * defended >= undefended:
+    """Advice if a defence is right less than half as often as the classifier alone: the recipe that trains for it."""
+    recipe = FIELD_RECIPES.get(f"cifar10-32px-{defense}")
+    if recipe is None or recipe.defense != defense or 2 * defended >= undefended:
         return None
-    names = ("model", "strategy", "loss")
-    how = ", ".join(f"{name} {recipe.training[name]}" for name in names if name in recipe.training)
+    how = ", ".join(f"{k} {recipe.training[k]}" for k in ("model", "strategy", "loss") if k in recipe.training)
     return (
         f"`{defense}` needs a network trained for it: with it this one is right on {defended:.1%}, alone on "
         f"{undefended:.1%}; the recipe {recipe.name} trains one ({how})"
@@ -245,4 +249,5 @@ def needs_training(defense: str, undefended: float, defended: float) -> str | No
 
 
 def matching_recipes(pattern: str) -> list[Recipe]:
+    """The recipes whose names match a wildcard; all of them if it is empty."""
     return [recipe for name, recipe in every_recipe().items() if fnmatch(name, pattern or "*")]

@@ -1,4 +1,4 @@
-"""What can be chosen: plain data with its rules. Nothing heavy is imported: flags are known at once."""
+"""Settings as plain data with their rules. Nothing heavy is imported, so the command line knows its flags at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from typing import Any, Literal, get_args
 
 from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds
 
-PlaceSearch = Literal["gradient", "grid", "exhaustive"]
-AttackTarget = Literal["undefended", "defended", "both"]
 LossName = Literal["cross-entropy", "bagcert", "ibp"]
-Schedule = Literal["step", "cosine", "constant"]
 Optimizer = Literal["sgd", "adamw"]
-Augmentation = Literal["none", "light", "shift"]
 Ablation = Literal["column", "row", "block"]
 Certificate = Literal["count", "exact"]
 GutoutTarget = Literal["predicted", "label"]
@@ -22,7 +18,7 @@ Upsampling = Literal["bilinear", "bicubic", "nearest"]
 
 
 class Checked:
-    """Refuses, field by field, what the annotation rules out."""
+    """A dataclass that refuses values of other types than its fields have."""
 
     def __post_init__(self) -> None:
         require_kinds(type(self), vars(self))
@@ -33,13 +29,13 @@ class Engine(Checked):
     """Arithmetic of the passes over masked copies."""
 
     precision: PrecisionChoice = "fp32"
-    """Arithmetic of the fast passes; labels too close to call are decided again, at last in float32. `auto` takes the
-    one that is fastest on this network and these images, on a CPU fp32."""
+    """Arithmetic of the fast passes; labels too close to call are decided again in more precise arithmetic, at last in
+    float32. `auto` measures which precision is fastest on this network and these images; on a CPU it is fp32."""
     batch_size: int | Literal["auto"] = "auto"
     """Masked copies in one forward pass, or `auto`."""
     compile: bool | Literal["auto"] = False
-    """Compile the network for the fast passes: some seconds at the start, faster passes after. `auto` does so when much
-    work lies ahead of a GPU."""
+    """Compile the network for the fast passes: some seconds at the start, then faster passes. `auto` compiles if there
+    is much work for a GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +44,7 @@ class Engine(Checked):
 
     @property
     def fast(self) -> Precision:
-        """The arithmetic of the fast passes; as long as none has been chosen, float32."""
+        """The arithmetic of the fast passes; float32 as long as `auto` has not been measured."""
         return "fp32" if self.precision == "auto" else self.precision
 
 
@@ -57,9 +53,9 @@ class PatchCleanserOptions:
     """Options of `patchcleanser`."""
 
     per_axis: int = 3
-    """Masks per axis, at most: 3 is quick, 6 certifies more images at some 15 times the cost."""
+    """Masks per axis, at most: 3 is quick, 6 certifies more images at about 15 times the cost."""
     exhaustive: bool = False
-    """Evaluate every pair of masks, also of images already known to fail: the reference to compare with."""
+    """Evaluate every pair of masks, even for images already known to fail: a reference to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +63,7 @@ class AlarmOptions:
     """Options of `alarm`."""
 
     per_axis: int = 3
-    """Masks per axis, at most: more of them are smaller, and take more passes."""
+    """Masks per axis, at most: with more masks each one is smaller, and there are more passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ class PatchGuardSmoothingOptions(Checked):
     """Options of `patchguard-smoothing`."""
 
     ablation: Ablation = "column"
-    """What a view shows: a band of columns, of rows, or a block."""
+    """What a view shows: a band of columns, a band of rows, or a block."""
     band: int = 4
     """Width of the band (side of the block) in pixels."""
     threshold: float = 0.3
@@ -92,8 +88,7 @@ class SmoothingOptions(PatchGuardSmoothingOptions):
     """Options of `derandomized-smoothing`."""
 
     certificate: Certificate = "count"
-    """`count` is the paper's: votes lead by more than twice what a patch can touch. `exact` looks at each place of the
-    patch, and never certifies less."""
+    """`count` is the paper's certificate; `exact` checks each location of the patch, and never certifies less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +96,13 @@ class SmoothedViTOptions(Checked):
     """Options of `smoothed-vit`."""
 
     ablation: Ablation = "column"
-    """What a view shows: a band of columns, of rows, or a block."""
+    """What a view shows: a band of columns, a band of rows, or a block."""
     band: int = 19
     """Width of the band (side of the block) in pixels."""
     stride: int = 10
     """Pixels from one view to the next."""
     certificate: Certificate = "count"
-    """`count` is the paper's, with Δ counted; `exact` looks at each place of the patch, and never certifies less."""
+    """`count` is the paper's certificate; `exact` checks each location of the patch, and never certifies less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +115,7 @@ class BagCertOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Of a defence that has none."""
+    """The options of a defence that has none."""
 
 
 DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
@@ -134,32 +129,29 @@ DEFENSE_OPTIONS: Mapping[str, type[Any]] = {
     "bagcert": BagCertOptions,
     "ibp": NoOptions,
 }
-"""Of the defences that are part of the package."""
+"""The options of the defences that come with the package."""
 
 
 @dataclass(frozen=True)
 class AttackPlan(Checked):
-    """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`.
+    """What to attack and how hard: `steps` of at most `step_size` for each of `restarts` starts at each of `places`."""
 
-    The first start is the image itself, the others are noise.
-    """
-
-    target: AttackTarget = "both"
+    target: Literal["undefended", "defended", "both"] = "both"
     """What to attack: the classifier alone, the defence, or both."""
     steps: int = 40
-    """Gradient steps for each start at each place."""
+    """Gradient steps for each start at each location."""
     restarts: int = 2
-    """Starts at each place: the image's own pixels, then noise."""
+    """Starts at each location: first the image's own pixels, then noise."""
     places: int = 4
-    """Places of the patch that are tried on each image."""
-    place_search: PlaceSearch = "gradient"
-    """Where to put it: where the input gradient is largest, evenly, or everywhere (then `places` does not matter)."""
+    """Locations of the patch to try on each image."""
+    place_search: Literal["gradient", "grid", "exhaustive"] = "gradient"
+    """Where to put the patch: where the input gradient is largest, on an even grid, or (`exhaustive`) everywhere."""
     step_size: float = 0.1
-    """Largest change of a pixel in one step; falls linearly to zero over the steps."""
+    """Largest change of a pixel in one step; it falls linearly to zero over the steps."""
     only_certified: bool = False
-    """Attack the defence on certified images alone: all effort goes to disproving the certificate."""
+    """Attack the defence on certified images only, to put all effort into disproving certificates."""
     seed: int = 0
-    """For the noise that patches start from."""
+    """Seed of the noise that patches start from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,80 +166,81 @@ class AttackPlan(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Checked):
-    """The fields of `Plan`, and what they may be."""
+    """The fields of `Plan` and their rules."""
 
     strategy: Any = "greedy"
-    """Which masked copies to learn from (`patchproof ls strategies`)."""
+    """How to choose the masked copies to learn from (`patchproof ls strategies`)."""
     loss: Any = "cross-entropy"
-    """What to minimise: `cross-entropy` of the masked copies; or on whole images (strategy `none`) `bagcert`, a hinge
-    on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
+    """What to minimise: `cross-entropy` of the masked copies; or, on whole images (with strategy `none`), `bagcert`, a
+    hinge on the margin of that certificate, or `ibp`, the cross-entropy of interval bounds with warm-up."""
     memory_tries: str | int | tuple[int, int, int, int] = "2"
-    """Of `memory`: how many masks are tried again in each of the four rounds; `2,2,2,1` gives each its own number, and
-    a last one of 1 takes no pass."""
+    """For `memory`: masks to try again in each of the four rounds of a search; `2,2,2,1` sets each round, and a 1 for
+    the last round saves its passes."""
     memory_refresh: int = 0
-    """Of `memory`: look at all masks again every so many epochs; 0: in the first alone."""
+    """For `memory`: number of epochs after which all masks are tried again; 0: only in the first epoch."""
     views: int = 1
-    """Of `column4` and its like: random views of each image to learn from in a step."""
+    """For `column4`, `row4`, `block12` and the like: random views of each image in one step."""
     gutout_target: GutoutTarget = "predicted"
-    """Of `gutout`: the class whose evidence is hidden. Aimed at the label, the hole tells the network the label."""
+    """For `gutout`: the class whose evidence is hidden. With `label`, the network can learn to read the label from the
+    location of the mask."""
     gutout_layer: str | None = None
-    """Of `gutout`: name of the layer that Grad-CAM looks at; default: the last feature map, of a ViT the tokens that
+    """For `gutout`: name of the layer that Grad-CAM uses; default: the last feature map, or for a ViT the tokens that
     enter the last block."""
     gutout_upsampling: Upsampling = "bilinear"
-    """Of `gutout`: how the map is enlarged to the image."""
+    """For `gutout`: how the Grad-CAM map is enlarged to the image."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
-    """Images of one optimiser step, over all processes."""
+    """Images in one optimiser step, over all processes."""
     learning_rate: float | None = None
-    """Default, as in the paper: 0.001 for transformers and ConvNeXt, 0.01 for the rest."""
-    schedule: Schedule = "step"
-    """`step` divides the learning rate by 10 after half of the epochs."""
+    """Learning rate at the start; default, as in the paper: 0.001 for transformers and ConvNeXt, 0.01 for the rest."""
+    schedule: Literal["step", "cosine", "constant"] = "step"
+    """How the learning rate falls; `step`, the paper's, divides it by 10 after half of the epochs."""
     warmup_epochs: float = 0.0
-    """Epochs over which the learning rate rises from zero."""
+    """Epochs in which the learning rate rises from zero."""
     optimizer: Optimizer = "sgd"
-    """SGD is the paper's."""
+    """Optimiser; the paper uses SGD."""
     momentum: float = 0.9
-    """Of SGD."""
+    """Momentum of SGD."""
     weight_decay: float = 0.0
-    """L2 penalty (sgd) or decoupled decay (adamw)."""
+    """L2 penalty (sgd) or decoupled weight decay (adamw)."""
     teacher: Any = None
     """A classifier whose answers for the masked copies are learned too."""
     teacher_weight: float = 0.5
-    """Share of the teacher's answers in the loss (KL divergence); the rest is that of the labels."""
+    """Weight of the teacher's answers in the loss (KL divergence); the labels have the rest."""
     label_smoothing: float = 0.0
-    """Share of the target spread over all classes."""
+    """Share of the target that is spread over all classes."""
     ema: float = 0.0
-    """Decay of a running average of the weights, e.g. 0.999, which is then validated and kept; 0 for none."""
+    """Decay of a running average of the weights, e.g. 0.999, which is then what is validated and saved; 0: none."""
     start_share: float = 0.0
-    """Share of the weights that training begins with in those that are validated and kept (WiSE-FT), e.g. 0.2 for a
-    network that knows the classes already; 0 for none."""
-    augment: Augmentation = "none"
+    """Share of the initial weights in the weights that are validated and saved (WiSE-FT), e.g. 0.2 for a network that
+    already knows the classes; 0: none."""
+    augment: Literal["none", "light", "shift"] = "none"
     """`light`: mirror, and crop to 50-100% of the area; `shift`: mirror, and shift by up to an eighth of the side."""
     clean_copies: bool = False
     """Learn from the unmasked images too."""
     head_only: bool = False
     """Freeze all layers but the last."""
     accumulate: int = 1
-    """Parts that each batch is cut into, to save memory; BatchNorm normalises each part by itself."""
+    """Parts into which each batch is split to save memory; BatchNorm normalises each part separately."""
     mask_patch: str = "3%"
-    """The training masks are the 3x3 and 6x6 sets of this patch; it is also that of the losses `bagcert` and `ibp`, and
-    of validation."""
+    """The patch that the 3x3 and 6x6 training masks are built for; also the patch of the losses `bagcert` and `ibp`,
+    and of validation."""
     validate_with: str = "patchcleanser"
-    """The defence, with its default options, that validation images are certified with."""
+    """The defence, with its default options, that certifies the validation images."""
     validation_images: int = 500
-    """How many images, always the same ones, are validated after each epoch."""
+    """Images to validate after each epoch, always the same ones."""
     seed: int = 0
-    """Everything random follows from it."""
+    """Seed of everything random."""
     precision: Precision = "fp32"
     """Mixed precision of training and search."""
     compile: bool = False
-    """Compile the network for the search, the loss `bagcert`, and on a GPU the step, whose kernels are recorded and
-    replayed: a minute at the start, faster steps after. What the network's forward pass does in Python happens once."""
+    """Compile the network for the search, the loss `bagcert`, and on a GPU the whole step, which is recorded once and
+    replayed: a minute at the start, then faster steps. Python code in the network's forward pass runs only once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.memory_tries, str):  # numbers become the text that a manifest has
+        if not isinstance(self.memory_tries, str):  # a manifest holds it as text
             numbers = self.memory_tries if isinstance(self.memory_tries, Iterable) else (self.memory_tries,)
             object.__setattr__(self, "memory_tries", ",".join(map(str, numbers)))
         names, counts = get_args(LossName), ("epochs", "batch_size", "validation_images", "views")
@@ -280,7 +273,7 @@ class TrainingSettings(Checked):
         self.tries()
 
     def tries(self) -> tuple[int, int, int, int]:
-        """`memory_tries` for each of the four rounds."""
+        """`memory_tries` as a number for each of the four rounds."""
         numbers = [int(part) if part.strip().isdecimal() else 0 for part in str(self.memory_tries).split(",")]
         if len(numbers) not in (1, 4) or min(numbers) < 1:
             raise InputError(f"memory_tries must be one positive number or four, e.g. 2,2,2,1, not {self.memory_tries}")

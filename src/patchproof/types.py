@@ -1,4 +1,4 @@
-"""The words the layers share: what a classifier is, how an image reaches it, and the errors a user can cause."""
+"""What all layers share: types, errors that a user can cause, checks of arguments and folders, and preprocessing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Classifier = Callable[[Tensor], Tensor]
 else:  # torch takes seconds to import, and the errors below are needed at once
     Classifier = Callable[[Any], Any]
-"""[0, 1] images (b c h w) -> logits (b classes). An attribute `fill` (c floats) gives the mask colour, else 0.5."""
+"""[0, 1] images (b c h w) -> logits (b classes). The attribute `fill` (c floats) is the mask colour; default: 0.5."""
 
 Size = tuple[int, int]
 """(height, width)."""
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class PatchproofError(Exception):
-    """Something a user can put right; the message says how. The command line shows it in one line, no traceback."""
+    """An error that a user can put right, as the message says. The command line shows one line and no traceback."""
 
 
 class InputError(PatchproofError, ValueError):
@@ -47,11 +47,11 @@ class CheckError(PatchproofError, RuntimeError):
 
 
 class TauExceededError(CheckError):
-    """A fast precision was further from float32 than the measured τ allows: its certificates cannot be trusted."""
+    """A fast precision differed from float32 by more than the measured τ: its certificates cannot be trusted."""
 
 
 def require_one_of(name: str, value: str, allowed: Collection[str]) -> None:
-    """Refuse a word that would otherwise be taken for some other: annotations alone stop nobody."""
+    """Refuse a word that is not one of those allowed."""
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
 
@@ -64,15 +64,15 @@ KINDS: Mapping[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     NoneType: (NoneType, "None"),
 }
-"""What may stand for a type, and what a message calls it."""
+"""For a type: the types of values that are accepted for it, and its name in messages."""
 
 
 def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
-    """Refuse values that the annotations of a function or class rule out: annotations alone stop nobody.
+    """Refuse values that the annotations of a function or class rule out.
 
-    Looked at are plain types and classes, functions, tuples of so many of them (in any collection), and alternatives.
-    An empty or blank text is no path: it would mean the current folder, or one that nobody sees.
-    Names that a function imports when it is called are found among its values.
+    Checked are plain types and classes, callables, literals, tuples of fixed length (as any sequence) and unions. A
+    blank path is refused: it would mean the current folder, or a folder that nobody sees. Types that a function
+    imports when it is called are looked up in `values`.
     """
     hints = get_type_hints(annotated, localns=dict(values))
     for name, value in values.items():
@@ -86,17 +86,18 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
 
 
 def is_blank(path: Any) -> bool:
+    """True for a path without a visible character."""
     return isinstance(path, str | Path) and not str(path).strip()
 
 
 def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, with `require_kinds` of its arguments before it."""
+    """Decorate a function so that `require_kinds` checks its arguments at every call."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
             given = inspect.signature(function).bind(*args, **kwargs).arguments
-        except TypeError:  # which the call itself says better
+        except TypeError:  # the call below raises a better one
             given = {}
         require_kinds(function, given)
         return function(*args, **kwargs)
@@ -105,6 +106,7 @@ def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """True if the value may stand for the type; True for types that are not checked."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -124,34 +126,37 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
+    """The type in the words of messages."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(f"`{word}`" for word in parts)
     if origin is tuple:
-        return "(height, width) in whole pixels" if hint == Size else f"({', '.join(map(_words, parts))})"
+        return "(height, width) in whole numbers" if hint == Size else f"({', '.join(map(_words, parts))})"
     if origin is Callable:
         return "a function"
     if parts:
         return " or ".join(map(_words, parts))
-    place = hint.__module__.partition(".")[0]
-    if place == "patchproof":
-        place = "pp" if hasattr(sys.modules[place], hint.__name__) else hint.__module__
-    article = "an" if place[0] in "aeiou" else "a"
-    return KINDS.get(hint, (hint, f"{article} {place}.{hint.__name__}"))[1]
+    if hint in KINDS:
+        return KINDS[hint][1]
+    package = hint.__module__.partition(".")[0]
+    if package == "patchproof":
+        package = "pp" if hasattr(sys.modules[package], hint.__name__) else hint.__module__
+    article = "an" if package[0] in "aeiou" else "a"
+    return f"{article} {package}.{hint.__name__}"
 
 
 NOTED: set[str] = set()
 
 
 def note(words: str, *, example: str = "") -> None:
-    """Say something that a user should know and that stops nothing, once per process, with the first example of it."""
+    """Log something that a user should know, once per process, with the first example of it."""
     if words not in NOTED:
         NOTED.add(words)
         logging.getLogger("patchproof").warning(f"{words}, e.g. {visible(example)}" if example else words)
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for messages: `torch.uint8 of (2, 3, 8, 8)`, `ndarray, float32 of (8, 8)`, `list`."""
+    """The kind of a value in messages: `torch.uint8 of (2, 3, 8, 8)`, `ndarray, float32 of (8, 8)`, or `list`."""
     if not hasattr(value, "dtype"):
         return type(value).__name__
     owner = "" if str(value.dtype).startswith("torch.") else f"{type(value).__name__}, "
@@ -159,7 +164,7 @@ def kind_of(value: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` on one line, in characters that can be written and shown; others become \\x1b or \\udcff."""
+    """`text` on one line, with unprintable characters as escapes such as \\x1b or \\udcff."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -167,9 +172,9 @@ def visible(text: str) -> str:
 class Preprocessing:
     """How an image of any size becomes the network input: resize, then crop the centre.
 
-    `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width); with
+    `resize` is the length of the shorter side (aspect kept, longer side rounded down) or an exact (height, width). With
     `cover`, the image keeps its aspect and becomes just large enough to cover that (height, width). `crop` is the
-    (height, width) cut from the centre, None to keep everything. `antialias` widens the kernel when shrinking, as
+    (height, width) cut from the centre; None keeps everything. `antialias` widens the kernel when shrinking, as
     Pillow does; without it, bilinear and bicubic read 2 and 4 native pixels per axis at any scale.
     """
 
@@ -184,24 +189,21 @@ class Preprocessing:
         for name in ("resize", "crop"):
             value: Any = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else tuple(map(int, value)))
+                value = int(value) if isinstance(value, Integral) else tuple(map(int, value))
+                if min(value if isinstance(value, tuple) else (value,)) < 1:
+                    raise InputError(f"{name} must be at least one pixel, not {value}")
+                object.__setattr__(self, name, value)
         if self.cover and not isinstance(self.resize, tuple):
             raise InputError(f"an image can cover a (height, width), not {self.resize}")
-        sides = (self.resize if isinstance(self.resize, tuple) else (1 if self.resize is None else self.resize,)) + (
-            self.crop or ()
-        )
-        if min(sides) < 1:
-            raise InputError(f"resize and crop need at least one pixel, not {self.resize} and {self.crop}")
 
 
 BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
 LEFTOVERS = {".lock", "manifest.json.part"}
-"""What a run that was killed at once leaves in its folder."""
+"""Files that a run leaves in its folder if it is killed at once."""
 
 
 def require_free(folder: Path | None, *, resume: bool) -> None:
-    """Refuse a folder that cannot be made, with other things in it, or with a run that is not to be resumed; None:
-    nothing is written."""
+    """Refuse a folder that cannot be created or holds other things, or holds a run if `resume` is False."""
     if folder is None:
         if resume:
             raise InputError("resume=True continues the run in a folder; give folder=… too")
@@ -231,13 +233,14 @@ def require_run(folder: Path | str) -> None:
         raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
     if not folder.is_dir():
         raise InputError(f"no such folder: {folder}")
-    inside = sorted(path.parent for path in folder.glob("**/manifest.json"))
-    hint = f"; it has {len(inside):,} run{'s' * (len(inside) > 1)} inside, e.g. {inside[0]}" if inside else ""
-    raise InputError(f"{folder} is not the folder of a run: it has no manifest.json{hint}")
+    message = f"{folder} is not the folder of a run: it has no manifest.json"
+    if runs := sorted(path.parent for path in folder.glob("**/manifest.json")):
+        message += f"; it has {len(runs):,} {'run' if len(runs) == 1 else 'runs'} inside, e.g. {runs[0]}"
+    raise InputError(message)
 
 
 def require_address(host: str, port: int | None) -> None:
-    """Refuse an address that cannot be listened on."""
+    """Refuse a host and port that a server cannot listen on."""
     if port is not None and not 1 <= port <= 65535:
         raise InputError(f"port must be from 1 to 65535, not {port}")
     try:

@@ -1,4 +1,4 @@
-"""Images and labels: where they are, how a file becomes RGB pixels, and how pixels become batches."""
+"""Images and labels: find them, decode files to RGB, and make batches of network inputs."""
 
 from patchproof.data._decode import MAX_PIXELS as MAX_PIXELS
 from patchproof.data._decode import BadImageError as BadImageError

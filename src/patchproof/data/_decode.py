@@ -1,4 +1,4 @@
-"""Any image file as 8-bit RGB, or a BadImageError that names it."""
+"""Decode any image file to 8-bit RGB, or raise a BadImageError that names it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from patchproof.types import CheckError, Size, note
 File = str | os.PathLike[str] | io.BytesIO | io.BufferedReader
 
 MAX_PIXELS = 178_000_000
-"""Images with more pixels are refused unread; just below the limit at which Pillow itself refuses them."""
+"""Images with more pixels are refused without decoding; just below the limit at which Pillow itself refuses them."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""What may be decoded, whatever a file's name says. Pillow knows more formats; its EPS reader starts other programs."""
+"""Formats that are decoded, whatever a file's name says. Pillow knows more, but its EPS reader starts programs."""
 
-# Pillow's readers raise whatever their parser trips over in a damaged file.
-_FAILURES: tuple[type[Exception], ...] = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError)
-_FAILURES += (EOFError, RuntimeError, struct.error, zlib.error, Image.DecompressionBombError)
+_FAILURES = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, RuntimeError)
+"""Pillow's readers raise whatever their parser trips over in a damaged file."""
 
 
 class BadImageError(CheckError):
-    """`path` holds no image that can be used, because of `reason`."""
+    """The image at `path` cannot be used, because of `reason`."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -38,12 +37,12 @@ class BadImageError(CheckError):
         self.reason = reason
 
     def __str__(self) -> str:
-        # repr: a name may hold line breaks or bytes that are not text, the message stays one printable line
+        # repr keeps the message on one printable line: a name may hold line breaks, or bytes that are not text.
         return f"cannot use image {self.path!r}: {self.reason}; repair or remove it, or pass skip_bad=True"
 
 
 def decode(file: File) -> Image.Image:
-    """The image's first frame as 8-bit RGB; every failure is a BadImageError.
+    """Return the image's first frame as 8-bit RGB; every failure is a BadImageError.
 
     Alpha and transparent colours are composited over white; 16-bit grey is scaled by 1/257; CMYK is converted
     without a colour profile. The EXIF orientation is not applied, as in torchvision's and timm's pipelines.
@@ -53,7 +52,7 @@ def decode(file: File) -> Image.Image:
 
 
 def header_size(file: File) -> Size | None:
-    """(height, width) from the header alone; None where it cannot be read."""
+    """(height, width) from the header alone; None if it cannot be read."""
     try:
         with _opened(file) as image:
             return image.height, image.width
@@ -63,12 +62,12 @@ def header_size(file: File) -> Size | None:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Inside, every failure of Pillow is a BadImageError about `path`."""
+    """Turn every failure of Pillow inside this context into a BadImageError about `path`."""
     try:
         yield
     except BadImageError:
         raise
-    except _FAILURES as error:
+    except (*_FAILURES, struct.error, zlib.error, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.DecompressionBombError):
             reason = f"it has more than the {MAX_PIXELS:,} pixels allowed, so it may be a decompression bomb"
@@ -96,7 +95,7 @@ def _opened(file: File) -> Iterator[Image.Image]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """As `decode` says, of an image of any mode; ValueError where its grey levels mean nothing."""
+    """Convert an image of any mode as `decode` does; raise ValueError if its grey levels are out of range."""
     image.load()
     with suppress(Exception):  # tags may be damaged
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
@@ -111,8 +110,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _grey(levels: np.ndarray, *, transparent: int | None) -> UInt8[np.ndarray, "h w"]:
-    """16-bit levels as round(v / 257), where Pillow's own convert makes everything above 255 white; of float levels,
-    those within [0, 1] are shares of white, others within [0, 255] are taken as they are."""
+    """Scale 16-bit levels by 1/257, where Pillow would make everything above 255 white, and floats in [0, 1] by 255."""
     low, high = levels.min(), levels.max()
     if levels.dtype.kind == "f":
         if not (low >= 0 and high <= 255):  # NaN fails both

@@ -1,4 +1,4 @@
-"""Images as network inputs in 8 bits, and batches of them: decoded ahead of use, the same for any number of threads."""
+"""Images as 8-bit network inputs, decoded ahead of use, and batches of them that no number of threads changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import floor
-from numbers import Integral
 
 import numpy as np
 import torch
@@ -20,20 +19,21 @@ from patchproof.data._sources import ImageSource
 from patchproof.geometry import nearest_sources, placement, resize_weights
 from patchproof.types import InputError, Interpolation, Preprocessing, Size
 
-BATCHES_AHEAD = 2
+Decoded = dict[int, np.ndarray]
+"""Network inputs (h w c) by their index in the source, kept so that each image is decoded once."""
+
 _PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 def preprocess(
     image: Image.Image | Float32[Tensor, "c h w"], preprocessing: Preprocessing
 ) -> UInt8[Tensor, "3 h2 w2"] | Float32[Tensor, "c h w"]:
-    """Resize, then crop, as `geometry.placement` says; a float tensor is the network input already.
+    """Resize, then crop, as `geometry.placement` says; a float tensor must have the input size already.
 
-    Pillow resizes where `antialias` is set. Otherwise, and for "nearest", the tables of `geometry` do: torch's kernels,
-    with weights whose zeros are exact, so that no pixel outside a native patch's footprint can move. The bicubic
-    kernels differ (Pillow a = −0.5, torch −0.75), as they do in the pipelines built on either. In memory the channels
-    stay last, as Pillow has them and networks like them, and nothing here starts torch's threads: many of these run at
-    once.
+    Pillow resizes if `antialias` is set. Otherwise, and for "nearest", the tables of `geometry` do: torch's kernels
+    with exact zeros, so that no pixel outside a native patch's footprint can change. The two bicubic kernels differ
+    (Pillow a = −0.5, torch −0.75), as in the pipelines built on either. Channels stay last in memory, and nothing here
+    starts torch's threads, because many calls run at once.
     """
     if isinstance(image, Tensor):
         found, wanted = tuple(image.shape[1:]), output_size(preprocessing)
@@ -65,25 +65,19 @@ def preprocess(
 
 
 def output_size(preprocessing: Preprocessing) -> Size | None:
-    """The input size where it does not depend on the image."""
+    """The input size, or None if it depends on the image."""
     if preprocessing.crop is not None:
         return preprocessing.crop
     return preprocessing.resize if isinstance(preprocessing.resize, tuple) and not preprocessing.cover else None
 
 
 def default_preprocessing(
-    low_resolution: bool,
-    input_size: Size,
-    *,
-    interpolation: Interpolation = "bicubic",
-    crop_pct: float = 0.875,
+    low_resolution: bool, input_size: Size, *, interpolation: Interpolation = "bicubic", crop_pct: float = 0.875
 ) -> Preprocessing:
-    """Low-resolution images uncropped to `input_size`, others to ⌊side / crop_pct⌋ and its centre (paper, Section 4.1).
+    """Resize low-resolution images to `input_size`; others to ⌊side / crop_pct⌋, then crop (paper, Section 4.1).
 
-    For an oblong input, images cover ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋, whatever their own aspect.
+    For an oblong input, images cover ⌊height / crop_pct⌋ × ⌊width / crop_pct⌋ and keep their own aspect.
     """
-    if not 0 < crop_pct <= 1:
-        raise InputError(f"crop_pct is the share of the shorter side that is kept, 0 < crop_pct <= 1, not {crop_pct:g}")
     if low_resolution:
         return Preprocessing(resize=input_size, crop=None, interpolation=interpolation)
     height, width = (floor(side / crop_pct) for side in input_size)
@@ -103,9 +97,9 @@ class BadImage:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`images[i]` is the image `indices[i]` of the source; `bad` ones are in none of the three.
+    """Images of a source: `images[i]`, with the label `labels[i]`, is number `indices[i]`; `bad` ones are left out.
 
-    Bytes, or floats in [0, 1] where the source's images are float tensors.
+    The images are bytes, or floats in [0, 1] if the source's images are float tensors.
     """
 
     indices: list[int]
@@ -115,9 +109,9 @@ class Batch:
 
 
 def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
-    """`limit` of the images, evenly spaced; all of them when there are no more or limit is None.
+    """`limit` indices of images, evenly spaced; all of them if there are no more, or if `limit` is None.
 
-    A class of a sorted listing is seen whenever it has at least n/limit of n images.
+    A class of a sorted listing is seen if it has at least n/limit of the n images.
     """
     if limit is not None and not (isinstance(limit, int) and limit >= 1):
         raise InputError(
@@ -127,7 +121,7 @@ def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
 
 
 def evenly_spread(wanted: int, count: int) -> Sequence[int]:
-    """⌊i·count/wanted⌋: `wanted` of the numbers below `count`, or all of them where there are no more."""
+    """⌊i·count/wanted⌋ for i < wanted: evenly spaced numbers below `count`, or all of them if there are no more."""
     return range(count) if wanted >= count else [i * count // wanted for i in range(wanted)]
 
 
@@ -141,7 +135,7 @@ def iterate_batches(
     skip_bad: bool = False,
     kept: Decoded | None = None,
 ) -> Iterator[Batch]:
-    """Batch i holds indices[i·batch_size : (i+1)·batch_size], in that order, less the bad images.
+    """Batch i holds indices[i·batch_size : (i+1)·batch_size], in that order, without the bad images.
 
     `workers` threads decode a few batches ahead and end with the iterator. Without `skip_bad`, a bad image raises its
     BadImageError when its batch is reached, after the batches before it.
@@ -160,50 +154,46 @@ def load_groups(
     *,
     workers: int = 2,
     skip_bad: bool = False,
-    ahead: int = BATCHES_AHEAD,
+    ahead: int = 2,
     kept: Decoded | None = None,
 ) -> Iterator[Batch]:
-    """A batch for each group of indices. A group is asked for only when it is about to be decoded, `ahead` of its turn.
+    """Yield a batch for each group of indices; a group is taken when it is about to be decoded, `ahead` batches early.
 
-    `kept` holds what was decoded before, and gets what is decoded now.
+    Images in `kept` are not decoded again, and newly decoded ones are added to it.
     """
+    known = {} if kept is None else kept
 
-    def load(index: int) -> Tensor:
+    def load(index: int) -> np.ndarray:
         image = source.load(index)
         try:
-            return preprocess(image, preprocessing)
+            return preprocess(image, preprocessing).permute(1, 2, 0).numpy()
         except InputError as error:
             if isinstance(image, Tensor):
                 raise
             # e.g. smaller than the crop: the other images of the set may be fine
             raise BadImageError(source.path(index), str(error)) from error
 
-    def collect(group: Sequence[int], pending: dict[int, Future[Tensor]]) -> Batch:
-        fresh: dict[int, Tensor] = {}
+    def collect(group: Sequence[int], pending: dict[int, Future[np.ndarray]]) -> Batch:
+        found: Decoded = {}
         bad: dict[int, BadImage] = {}
-        for index, future in pending.items():
+        for index in group:
             try:
-                fresh[index] = future.result()
+                found[index] = pending[index].result() if index in pending else known[index]
             except BadImageError as error:
                 if not skip_bad:
                     raise
                 bad[index] = BadImage(index, source.path(index), error.reason)
-        good = [index for index in group if index not in bad]
-        if kept is None or not good:
-            images = _stack([fresh[index] for index in good], preprocessing)
-        else:
-            if fresh:
-                kept.add(list(fresh), _stack(list(fresh.values()), preprocessing))
-            images = kept.batch(good)
+        if kept is not None:
+            kept.update(found)
+        good = [index for index in group if index in found]
         labels = torch.tensor([source.labels[index] for index in good], dtype=torch.int64)
-        return Batch(good, images, labels, list(bad.values()))
+        return Batch(good, _stack([found[index] for index in good], preprocessing), labels, list(bad.values()))
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="patchproof-decode")
-    queue: deque[tuple[Sequence[int], dict[int, Future[Tensor]]]] = deque()
+    queue: deque[tuple[Sequence[int], dict[int, Future[np.ndarray]]]] = deque()
     try:
         for group in groups:
-            unknown = group if kept is None else kept.unknown(group)
-            queue.append((group, {index: pool.submit(load, index) for index in unknown}))
+            queue.append((group, {index: pool.submit(load, index) for index in group if index not in known}))
             if len(queue) > ahead:
                 yield collect(*queue.popleft())
         while queue:
@@ -214,51 +204,19 @@ def load_groups(
 
 def require_workers(workers: int | None) -> None:
     """Refuse a number of threads that cannot decode; None stands for the default."""
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, Integral) or workers < 1):
+    if workers is not None and workers < 1:
         raise InputError(f"workers must be at least 1, not {workers}")
 
 
-class Decoded:
-    """Decoded images of one size, those of `indices`, in one block of memory: a batch of them is one copy."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        self._place = np.zeros(max(indices) + 1, dtype=np.int64)
-        self._place[list(indices)] = np.arange(len(indices))
-        self._known = np.zeros(len(indices), dtype=bool)
-        self._pixels: np.ndarray | None = None
-
-    def unknown(self, indices: Sequence[int]) -> Sequence[int]:
-        """Those of `indices` that are not here yet."""
-        known = self._known[self._place[list(indices)]]
-        return [] if known.all() else [index for index, here in zip(indices, known, strict=True) if not here]
-
-    def add(self, indices: list[int], images: Tensor) -> None:
-        pixels, places = images.permute(0, 2, 3, 1).numpy(), self._place[indices]
-        if self._pixels is None:
-            # Memory is taken as it is filled.
-            self._pixels = np.empty((len(self._known), *pixels.shape[1:]), pixels.dtype)
-        if pixels.shape[1:] != self._pixels.shape[1:] or pixels.dtype != self._pixels.dtype:
-            raise InputError(
-                f"images of different sizes or kinds cannot be kept decoded: {pixels.shape[1:]} after "
-                f"{self._pixels.shape[1:]}; give the preprocessing a crop or an exact size"
-            )
-        self._pixels[places], self._known[places] = pixels, True
-
-    def batch(self, indices: list[int]) -> Tensor:
-        """Images that are here, channels last."""
-        assert self._pixels is not None
-        return torch.from_numpy(self._pixels[self._place[indices]]).permute(0, 3, 1, 2)
-
-
-def _stack(images: list[Tensor], preprocessing: Preprocessing) -> Tensor:
+def _stack(images: list[np.ndarray], preprocessing: Preprocessing) -> Tensor:
     if not images:
         return torch.empty(0, 3, *(output_size(preprocessing) or (0, 0)), dtype=torch.uint8)
-    kinds = sorted({(tuple(image.shape), str(image.dtype)) for image in images})
+    kinds = sorted({((image.shape[2], *image.shape[:2]), str(image.dtype)) for image in images})
     if len(kinds) > 1:
         (one, _), (other, _) = kinds[0], kinds[-1]
         raise InputError(
             f"images of different sizes or kinds cannot share a batch: {one} and {other} after {preprocessing}; "
             "give the preprocessing a crop or an exact size, or use batches of 1"
         )
-    # Channels last, as each image is in memory; numpy copies at once where torch would start threads.
-    return torch.from_numpy(np.stack([image.permute(1, 2, 0).numpy() for image in images])).permute(0, 3, 1, 2)
+    # numpy copies at once, where torch would start threads.
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)

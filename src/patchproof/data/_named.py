@@ -1,4 +1,4 @@
-"""From a data set's name or folder to its images."""
+"""Open a data set by its name or folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 from patchproof.data._sources import ArraySource, ImageSource, class_folders, open_class_folders
 from patchproof.types import InputError, typed
 
-DEFAULT_DATA_DIR = Path("data")
 _VALIDATION = ("val", "validation", "valid")
 _USUAL_SPLITS = ("train", *_VALIDATION, "test")
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
@@ -24,8 +23,7 @@ _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ank
 
 @dataclass(frozen=True)
 class _Known:
-    """A named set: where its class folders may be under the data folder; for the small sets, which are published as
-    arrays, their splits and the file or folder that torchvision reads."""
+    """A named set. If it is published as arrays, `published` are their splits, and torchvision reads `file`."""
 
     classes: int
     folders: tuple[str, ...]
@@ -48,21 +46,21 @@ _KNOWN = {
 }
 
 DATASETS = tuple(_KNOWN)
-"""The names `open_dataset` knows; anything else must be a folder of class folders."""
+"""The names that `open_dataset` knows; anything else must be a folder of class folders."""
 
 
 @typed
 def open_dataset(
     dataset: str | Path, *, data_dir: Path | None = None, split: str | None = None, download: bool = False
 ) -> ImageSource:
-    """The images of a named set under `data_dir`, or of a folder of class folders.
+    """Open the images of a named set under `data_dir`, or of a folder of class folders.
 
-    Without a `split`, the set's evaluation split: of a folder `test`, or where there is none its validation images. The
-    split "val" may be called "validation" or "valid"; "val" and "test" stand for each other where only one exists. A
+    The default `split` is the set's evaluation split; for a folder that is `test`, or `val` if there is no `test`. The
+    split "val" may be called "validation" or "valid"; "val" and "test" stand for each other if only one exists. A
     folder may hold the class folders itself (its split is then "all") or one folder of them per split.
     """
     if str(dataset) in _KNOWN:
-        return _open_named(str(dataset), Path(data_dir or DEFAULT_DATA_DIR).expanduser(), split, download=download)
+        return _open_named(str(dataset), Path(data_dir or "data").expanduser(), split, download=download)
     folder = Path(dataset).expanduser()
     if folder.is_file():
         raise InputError(
@@ -84,14 +82,14 @@ def open_dataset(
     classes = class_folders(folder)
     if split is not None and classes:
         raise InputError(f"{str(folder)!r} has no split {split!r}: it holds class folders itself; leave the split out")
-    for inside in classes:  # taken for a class, each data set in `folder` would become one label
+    for inside in classes:  # otherwise each data set in `folder` would become one class
         if any(class_folders(folder / inside / split) for split in _USUAL_SPLITS):
             raise InputError(f"{str(folder)!r} holds data sets, not classes; choose one, e.g. {folder / inside}")
     return open_class_folders(folder, name=name, split="all")
 
 
 def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool) -> ImageSource:
-    """Published arrays where they are there, else class folders, else what can be downloaded."""
+    """Open the published arrays if they exist, else class folders; else download the set."""
     known = _KNOWN[name]
     split = split or ("test" if known.published else "val")
     places = [known.file.format(split=s) for s in known.published]
@@ -130,8 +128,7 @@ def _open_named(name: str, data_dir: Path, split: str | None, *, download: bool)
 
 
 def _open_published(name: str, root: Path, split: str, *, download: bool) -> ArraySource:
-    """The embedded slice of Fashion-MNIST; or CIFAR and SVHN as torchvision reads them, which checks md5 sums before
-    it unpickles anything."""
+    """Open the embedded Fashion-MNIST; or CIFAR or SVHN with torchvision, which checks md5 sums before unpickling."""
     known = _KNOWN[name]
     found = next((s for s in _with_alias(split) if s in known.published), None)
     if found is None:
@@ -154,7 +151,7 @@ def _open_published(name: str, root: Path, split: str, *, download: bool) -> Arr
 
 
 def _with_alias(split: str) -> tuple[str, ...]:
-    """The names a split may have, in the order in which they are looked for."""
+    """The names that a split may have, in the order in which they are looked for."""
     if split == "test":
         return "test", *_VALIDATION
     return tuple(dict.fromkeys((split, *_VALIDATION, "test"))) if split in _VALIDATION else (split,)
@@ -166,12 +163,14 @@ def _no_split(where: str, split: str, existing: Sequence[str]) -> InputError:
 
 @contextmanager
 def _torchvision(name: str, place: Path, *, download: bool) -> Iterator[None]:
-    """Inside, torchvision reads or fetches a set; whatever fails is an InputError with the way out."""
+    """Turn whatever fails while torchvision reads or downloads a set into an InputError with the way out."""
     try:
         yield
     except (OSError, RuntimeError, EOFError, TarError) as error:
-        what, mend = "is incomplete or damaged, its md5 sums are wrong", "pass download=True to fetch it again"
         if download:
-            what = f"could not be downloaded ({' '.join(str(error).split())})"
+            failed = f"could not be downloaded ({' '.join(str(error).split())})"
             mend = "check the network, or put the files there by hand"
-        raise InputError(f"{name} in {str(place)!r} {what}; {mend}") from error
+        else:
+            failed = "is incomplete or damaged, its md5 sums are wrong"
+            mend = "pass download=True to fetch it again"
+        raise InputError(f"{name} in {str(place)!r} {failed}; {mend}") from error

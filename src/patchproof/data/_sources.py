@@ -21,9 +21,6 @@ from torch import Tensor
 from patchproof.data._decode import BadImageError, decode, header_size, reading, to_rgb
 from patchproof.types import InputError, Size, kind_of
 
-LOW_RESOLUTION_BELOW = 64
-"""A set whose first readable image is smaller than this on both sides is of low resolution."""
-
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 EXPECTED = (
@@ -35,7 +32,7 @@ EXPECTED = (
 class ImageSource(Protocol):
     """Labelled images in a fixed order; `labels[i]` is an index into `class_names`.
 
-    `low_resolution` sets (32-pixel ones) are enlarged uncropped; others are resized and cropped (paper, Section 4.1).
+    Images of `low_resolution` sets are enlarged uncropped; others are resized and cropped (paper, Section 4.1).
     """
 
     @property
@@ -52,21 +49,21 @@ class ImageSource(Protocol):
     def __len__(self) -> int: ...
 
     def path(self, index: int) -> str:
-        """The same name on every machine: a posix path inside the set. Bytes that are not text are surrogates."""
+        """A posix path inside the set, equal on every machine; bytes that are not text are surrogates."""
 
     def load(self, index: int) -> Image.Image | Tensor:
-        """The image in RGB, or as floats (c h w) in [0, 1] that are used as they are; or a BadImageError."""
+        """Return the image in RGB, or as floats (c h w) in [0, 1] to be used unchanged; or raise a BadImageError."""
 
     def native_sizes(self) -> set[Size]:
         """The distinct (height, width) of the images."""
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
-        """A digest of every path, label and file size (folders) or pixel; sequences read those at `indices` alone."""
+        """A digest of the paths, labels, and file sizes (folders) or pixels; sequences only read those at `indices`."""
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """`root/<paths[i]>` has the label `labels[i]`."""
+    """Image files: `root/<paths[i]>` has the label `labels[i]`."""
 
     root: Path
     name: str
@@ -86,8 +83,8 @@ class FolderSource:
         return decode(self.root / self.paths[index])
 
     def native_sizes(self) -> set[Size]:
-        """From the headers alone; files without a readable one are left out, `load` reports them."""
-        sizes = (header_size(self.root / path) for path in self.paths)
+        """The sizes in the headers; a file without a readable header is left out, since `load` reports it."""
+        sizes = {header_size(self.root / path) for path in self.paths}
         return {size for size in sizes if size is not None}
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
@@ -103,7 +100,8 @@ class FolderSource:
 def open_class_folders(root: Path, *, name: str, split: str, low_resolution: bool | None = None) -> FolderSource:
     """`<root>/<class>/**/<image>`, sorted by class, then by path, both by their bytes.
 
-    Hidden files and folders are ignored (macOS and notebooks leave copies in them), as are files in `root` itself.
+    Hidden files and folders are ignored (macOS and notebooks leave copies in them), and so are files in `root` itself.
+    Unless `low_resolution` is given, the first readable image decides.
     """
     class_names = class_folders(root)
     if not class_names:
@@ -122,24 +120,28 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
         paths += found
         labels += [label] * len(found)
     if low_resolution is None:
-        sizes = (header_size(root / path) for path in paths)
-        first = next((size for size in sizes if size is not None), (LOW_RESOLUTION_BELOW, 0))
-        low_resolution = max(first) < LOW_RESOLUTION_BELOW
+        low_resolution = _low_resolution(header_size(root / path) for path in paths)
     return FolderSource(root, name, split, class_names, tuple(labels), tuple(paths), low_resolution)
 
 
+def _low_resolution(sizes: Iterator[Size | None]) -> bool:
+    """True if the first known size is below 64 pixels on both sides."""
+    first = next((size for size in sizes if size is not None), None)
+    return first is not None and max(first) < 64
+
+
 def class_folders(root: Path) -> tuple[str, ...]:
-    """The names of the visible sub-folders; links back to `root` or to a folder above it are none of them."""
+    """The names of the visible sub-folders, without links that lead back to `root` or to a folder above it."""
     if not root.is_dir():
         return ()
-    above = {real := Path(os.path.realpath(root)), *real.parents}
+    above = _with_parents(root)
     folders = (Path(entry.path) for entry in _visible(root))
     return tuple(folder.name for folder in folders if folder.is_dir() and Path(os.path.realpath(folder)) not in above)
 
 
 def _images(root: Path, class_name: str) -> Iterator[str]:
-    """Each real folder once, so that links that form a loop end, and none that leads out of the class upwards."""
-    seen, pending = {real := Path(os.path.realpath(root)), *real.parents}, [class_name]
+    """The images below a class folder; each real folder is read once, so that loops of links end."""
+    seen, pending = _with_parents(root), [class_name]
     while pending:
         inside = pending.pop()
         real = Path(os.path.realpath(root / inside))
@@ -147,14 +149,17 @@ def _images(root: Path, class_name: str) -> Iterator[str]:
             continue
         seen.add(real)
         for entry in _visible(root / inside):
-            linked = Path(entry.path) if entry.is_symlink() else None  # asked of a loop of links, `entry` would raise
-            if (linked or entry).is_dir():
+            link = entry.is_symlink()
+            # A DirEntry raises an error on a loop of links, a Path does not.
+            if (Path(entry.path) if link else entry).is_dir():
                 pending.append(f"{inside}/{entry.name}")
-                continue
-            # A link to nothing is listed, and a bad image later. Pipes and devices are not read.
-            file = (linked or entry).is_file() or (linked is not None and not linked.exists())
-            if file and entry.name.lower().endswith(EXTENSIONS):
+            elif (link or entry.is_file()) and entry.name.lower().endswith(EXTENSIONS):
                 yield f"{inside}/{entry.name}"
+
+
+def _with_parents(folder: Path) -> set[Path]:
+    real = Path(os.path.realpath(folder))
+    return {real, *real.parents}
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:
@@ -167,7 +172,7 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """`pixels[i]`, grey (h w) or RGB (h w 3), has the label `labels[i]` and the path `<split>/<i>`."""
+    """Images in memory: `pixels[i]`, grey (h w) or RGB (h w 3), has the label `labels[i]`."""
 
     name: str
     split: str
@@ -198,8 +203,8 @@ class ArraySource:
 class SequenceSource:
     """Any sequence of (image, label): PIL images, or float tensors (c h w) in [0, 1] of the network's input size.
 
-    `load` reads an item once and remembers its label; `labels[i]` reads the item only if it was not loaded before, and
-    is −1 where it cannot be read. Items are read from several threads.
+    `load` reads an item once and remembers its label. `labels[i]` reads the item only if it was not loaded before, and
+    is −1 if it cannot be read. Items are read from several threads.
     """
 
     name, split = "images", "all"
@@ -219,7 +224,7 @@ class SequenceSource:
 
     @cached_property
     def low_resolution(self) -> bool:
-        return max(next(self._sizes(), (LOW_RESOLUTION_BELOW, 0))) < LOW_RESOLUTION_BELOW
+        return _low_resolution(self._sizes())
 
     def path(self, index: int) -> str:
         return f"{index:05d}"
@@ -227,15 +232,14 @@ class SequenceSource:
     def load(self, index: int) -> Image.Image | Float32[Tensor, "c h w"]:
         with reading(self.path(index)):
             item = self.items[index]
-        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], (Image.Image, Tensor))):
-            parts = item if isinstance(item, (tuple, list)) else (item,)
+        parts = item if isinstance(item, (tuple, list)) else (item,)
+        if len(parts) != 2 or not isinstance(parts[0], (Image.Image, Tensor)):
             raise InputError(f"item {index} is ({'; '.join(map(kind_of, parts[:3]))}); {EXPECTED}")
-        image, label = item
+        image, label = parts
         try:
             self.known_labels[index] = as_integer(label)
         except TypeError:
-            wrong = f"the label of item {index} must be an integer, not {label!r:.60}"
-            raise InputError(wrong) from None
+            raise InputError(f"the label of item {index} must be an integer, not {label!r:.60}") from None
         with reading(self.path(index)):
             return to_rgb(image) if isinstance(image, Image.Image) else unit_floats(image)
 
@@ -260,6 +264,8 @@ class SequenceSource:
 
 
 class _Labels(Sequence[int]):
+    """The labels of a SequenceSource, read when they are asked for."""
+
     def __init__(self, source: SequenceSource) -> None:
         self.source = source
 
@@ -277,7 +283,7 @@ class _Labels(Sequence[int]):
 
 
 def as_source(data: Any) -> ImageSource:
-    """An image source as it is, any sequence of (image, label) as one."""
+    """The data itself if it is an image source, else a source of any sequence of (image, label)."""
     if isinstance(data, ImageSource):
         return data
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -287,7 +293,7 @@ def as_source(data: Any) -> ImageSource:
 
 
 def path_bytes(path: str) -> bytes:
-    """What to sort by and to hash: the file system's own bytes, the same whatever the locale."""
+    """The bytes of a path in the file system, for sorting and hashing: they do not depend on the locale."""
     return path.encode("utf-8", "surrogateescape")
 
 
@@ -296,13 +302,14 @@ def _line(path: str, label: int) -> bytes:
 
 
 def unit_floats(image: Tensor) -> Float32[Tensor, "c h w"]:
-    """ValueError where a tensor is no image in [0, 1]."""
+    """Return the image in float32 on the CPU; raise ValueError if it is no image in [0, 1]."""
     if not image.is_floating_point() or image.ndim != 3 or not image.numel():
         mend = "" if image.is_floating_point() else "; divide bytes by 255"
-        mend += "; drop the first dimension: image[0]" if image.ndim == 4 and len(image) == 1 else ""
+        if image.ndim == 4 and len(image) == 1:
+            mend += "; drop the first dimension: image[0]"
         raise ValueError(f"{kind_of(image)}, expected floats in [0, 1] (channels, height, width){mend}")
     low, high = torch.stack(image.aminmax()).tolist()
     if not (low >= 0 and high <= 1):  # NaN fails both
-        mend = "leave normalisation to the classifier" if low < 0 else "divide bytes by 255"
-        raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1" + (f"; {mend}" if low == low else ""))
+        mend = "; leave normalisation to the classifier" if low < 0 else "; divide bytes by 255" if high > 1 else ""
+        raise ValueError(f"values from {low:g} to {high:g}, expected 0 to 1{mend}")
     return image.detach().to("cpu", torch.float32)

@@ -1,22 +1,10 @@
-"""Where a patch can be and which masks hide it: 𝓡, 𝓜, and the only coordinate arithmetic of the package."""
+"""Where a patch can be and which masks hide it: 𝓡, 𝓜, and all coordinate arithmetic of the package."""
 
 from patchproof.geometry._fields import Fields as Fields
 from patchproof.geometry._fields import Windows as Windows
 from patchproof.geometry._fields import receptive_windows as receptive_windows
 from patchproof.geometry._masks import MaskSet as MaskSet
-from patchproof.geometry._masks import PatchThreat as PatchThreat
-from patchproof.geometry._masks import Rect as Rect
-from patchproof.geometry._masks import Rects as Rects
 from patchproof.geometry._masks import covering_masks as covering_masks
-from patchproof.geometry._masks import footprint_words as footprint_words
-from patchproof.geometry._masks import inside as inside
-from patchproof.geometry._masks import parse_patches as parse_patches
-from patchproof.geometry._masks import parse_size as parse_size
-from patchproof.geometry._masks import patch_words as patch_words
-from patchproof.geometry._masks import rects_of as rects_of
-from patchproof.geometry._masks import size_words as size_words
-from patchproof.geometry._masks import square_side as square_side
-from patchproof.geometry._masks import whole_size as whole_size
 from patchproof.geometry._native import native_footprint as native_footprint
 from patchproof.geometry._native import native_threat as native_threat
 from patchproof.geometry._native import nearest_sources as nearest_sources
@@ -31,3 +19,15 @@ from patchproof.geometry._places import every_pair as every_pair
 from patchproof.geometry._places import grid_places as grid_places
 from patchproof.geometry._places import hidden_by as hidden_by
 from patchproof.geometry._places import mass_inside as mass_inside
+from patchproof.geometry._threat import PatchThreat as PatchThreat
+from patchproof.geometry._threat import Rect as Rect
+from patchproof.geometry._threat import Rects as Rects
+from patchproof.geometry._threat import footprint_words as footprint_words
+from patchproof.geometry._threat import inside as inside
+from patchproof.geometry._threat import parse_patches as parse_patches
+from patchproof.geometry._threat import parse_size as parse_size
+from patchproof.geometry._threat import patch_words as patch_words
+from patchproof.geometry._threat import rects_of as rects_of
+from patchproof.geometry._threat import size_words as size_words
+from patchproof.geometry._threat import square_side as square_side
+from patchproof.geometry._threat import whole_size as whole_size

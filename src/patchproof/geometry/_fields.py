@@ -1,4 +1,4 @@
-"""What the cells of a grid see of an image, and which of them a patch can touch: A(p)."""
+"""The pixels that each cell of a grid sees, and the cells that a patch can touch: A(p)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
-from patchproof.geometry._masks import PatchThreat
+from patchproof.geometry._threat import PatchThreat
 from patchproof.settings import Ablation
 from patchproof.types import InputError, Size
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A(p), the cells that a patch p of 𝓡 touches; `places[a]` (top, left, height, width) is a patch that touches
-    exactly the cells `touched[a]`.
-
-    Windows that lie inside another one of their patch size are left out unless they are asked for (`nested`): a patch
-    that reaches more cells can do all that one can which reaches fewer.
-    """
+    """The sets A(p): a patch p at `places[a]` (top, left, height, width) touches exactly the cells `touched[a]`."""
 
     touched: Bool[Tensor, "a n"]
     places: Int64[Tensor, "a 4"]
@@ -31,49 +26,52 @@ class Windows:
 
     @property
     def sizes(self) -> Int64[Tensor, " a"]:
-        """How many cells each A(p) has."""
+        """The number of cells in each A(p)."""
         return self.touched.sum(dim=1)
 
     @cached_property
     def maximal(self) -> Windows:
-        """Those that lie inside no other one."""
-        touched = self.touched.float()
-        inside = (touched @ (1 - touched).T) < 0.5  # [i, j]: is i in j?
-        left = ~(inside & ~inside.T).any(dim=1)
-        return Windows(self.touched[left], self.places[left])
+        """The windows that are no proper subset of another."""
+        subset = _subset(self.touched)
+        kept = ~(subset & ~subset.T).any(dim=1)
+        return Windows(self.touched[kept], self.places[kept])
 
     def outside(self, values: Shaped[Tensor, "*b n"]) -> Shaped[Tensor, "*b a"]:
-        """Σ over the cells that p does not touch."""
+        """The sum of the values of the cells that p does not touch."""
         return values @ (~self.touched).to(values).T
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Cell (r, q) of a grid sees the pixel (i, j) iff `rows[r, i]` and `columns[q, j]`, counted row by row."""
+    """A grid of cells, numbered row by row: cell (r, q) sees pixel (i, j) iff `rows[r, i]` and `columns[q, j]`."""
 
     rows: Bool[Tensor, "r h"]
     columns: Bool[Tensor, "q w"]
 
     @classmethod
     def receptive(cls, image_size: Size, grid: Size, field: tuple[int, int, int]) -> Fields:
-        """Of a network: cell r sees the pixels from offset + r·stride on, `size` of them; (size, stride, offset)."""
-        (size, stride, offset), axes = field, []
+        """The receptive field (size, stride, offset) of a network: cell r sees `size` pixels from offset + r·stride."""
+        size, stride, offset = field
+        axes = []
         for pixels, cells in zip(image_size, grid, strict=True):
-            start, pixel = offset + stride * torch.arange(cells)[:, None], torch.arange(pixels)
+            pixel, start = torch.arange(pixels), offset + stride * torch.arange(cells)[:, None]
             axes.append((pixel >= start) & (pixel < start + size))
         return cls(*axes)
 
     @classmethod
     def bands(cls, image_size: Size, ablation: Ablation, band: int, stride: int = 1) -> Fields:
         """Views of `band` columns (rows, or blocks of both) that start at 0, stride, 2·stride, … and wrap around."""
-        ablated, axes = {"column": (False, True), "row": (True, False), "block": (True, True)}[ablation], []
+        ablated = {"column": (False, True), "row": (True, False), "block": (True, True)}[ablation]
+        axes = []
         for pixels, cut in zip(image_size, ablated, strict=True):
-            if cut and not 1 <= band <= pixels:
-                raise InputError(f"band must be from 1 to the {pixels} pixels of the image, not {band}")
-            if cut and not 1 <= stride <= pixels:
-                raise InputError(f"stride must be from 1 to the {pixels} pixels of the image, not {stride}")
-            starts = torch.arange(0, pixels, stride if cut else pixels)[:, None]
-            axes.append((torch.arange(pixels) - starts) % pixels < (band if cut else pixels))
+            if not cut:
+                axes.append(torch.ones(1, pixels, dtype=torch.bool))
+                continue
+            for name, value in (("band", band), ("stride", stride)):
+                if not 1 <= value <= pixels:
+                    raise InputError(f"{name} must be from 1 to the {pixels} pixels of the image, not {value}")
+            starts = torch.arange(0, pixels, stride)[:, None]
+            axes.append((torch.arange(pixels) - starts) % pixels < band)
         return cls(*axes)
 
     def __len__(self) -> int:
@@ -85,16 +83,19 @@ class Fields:
 
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a cell sees the image."""
-        seen = self.rows[:, None, :, None] & self.columns[None, :, None, :]
-        return seen.flatten(0, 1)[:, None].to(device)
+        return _product(self.rows, self.columns).unflatten(1, (1, *self.image_size)).to(device)
 
     def touched_by(self, threat: PatchThreat, *, nested: bool = False) -> Windows:
-        """A(p) for every patch of 𝓡, by counting pixels; with `nested`, also those inside another one."""
+        """A(p) for every patch of 𝓡, by counting pixels.
+
+        A window inside another one of the same patch size is left out unless `nested`: an attacker who can reach more
+        cells can do everything that one who reaches fewer can.
+        """
         touched, places = [], []
         for height, width in threat.patch_sizes:
             rows, tops = _touched(self.rows, height, nested=nested)
             columns, lefts = _touched(self.columns, width, nested=nested)
-            touched.append((rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1))
+            touched.append(_product(rows, columns))
             at = torch.cartesian_prod(tops, lefts)
             places.append(torch.cat([at, torch.tensor([height, width]).expand_as(at)], dim=1))
         return Windows(torch.cat(touched), torch.cat(places))
@@ -108,19 +109,30 @@ def receptive_windows(
     return Fields.receptive(threat.image_size, grid, field).touched_by(threat, nested=nested).to(device)
 
 
+def _product(rows: Bool[Tensor, "a r"], columns: Bool[Tensor, "b q"]) -> Bool[Tensor, "a*b r*q"]:
+    """[(a, b), (r, q)]: `rows[a, r]` and `columns[b, q]`."""
+    return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def _subset(sets: Bool[Tensor, "a n"]) -> Bool[Tensor, "a a"]:
+    """[i, j]: set i is a subset of set j."""
+    member = sets.float()
+    return (member @ (1 - member).T) < 0.5
+
+
 def _touched(
     seen: Bool[Tensor, "n pixels"], patch: int, *, nested: bool
 ) -> tuple[Bool[Tensor, "p n"], Int64[Tensor, " p"]]:
-    """The distinct sets of cells that see part of a patch on this axis, and a start for each; unless `nested`, none
-    inside another."""
-    windows = torch.ones(1, patch, dtype=torch.float32)
+    """The distinct sets of cells that a patch touches on this axis, and a start of the patch for each.
+
+    Only maximal sets are kept unless `nested`.
+    """
     starts = torch.arange(seen.shape[1] - patch + 1)
-    counts = torch.nn.functional.conv1d(seen[:, None].float(), windows[None])[:, 0].T  # [start, cell]: pixels in common
-    touched = (counts > 0.5).float()
-    missed = touched @ (1 - touched).T  # [i, j]: cells of i that are not in j
-    inside, equal = missed < 0.5, (missed < 0.5) & (missed.T < 0.5)
-    redundant = equal & (starts[None] < starts[:, None])
+    common = torch.nn.functional.conv1d(seen[:, None].float(), torch.ones(1, 1, patch))[:, 0].T  # [start, cell]: pixels
+    touched = common > 0.5
+    subset = _subset(touched)
+    redundant = subset & subset.T & (starts < starts[:, None])
     if not nested:
-        redundant |= inside & ~equal
-    left = ~redundant.any(dim=1)
-    return touched[left].bool(), starts[left]
+        redundant |= subset & ~subset.T
+    kept = ~redundant.any(dim=1)
+    return touched[kept], starts[kept]

@@ -136,7 +136,7 @@ class Trainer:
         begun = {k: v.detach().clone() for k, v in classifier.state_dict().items()}
         self.start = begun if plan.start_share else None
         self.average = {k: v.clone() for k, v in begun.items()} if plan.ema else None
-        self.decoded = Decoded(data.indices) if data.keep_decoded else None
+        self.decoded = Decoded() if data.keep_decoded else None
         self.step = 0
 
     @property
