@@ -313,13 +313,21 @@ def test_native_sizes_come_from_headers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "expected"), [((63, 63), True), ((64, 20), False), ((20, 64), False)])
-def test_low_resolution_is_read_off_the_first_readable_image(
-    tmp_path: Path, size: tuple[int, int], expected: bool
+def test_most_readable_images_decide_whether_a_data_set_has_low_resolution(
+    tmp_path: Path, size: tuple[int, int], expected: bool, notes: list[str]
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "0.png").touch()
-    save(tmp_path / "a" / "1.png", noise(*size))
+    for number in (2, 3, 4):
+        save(tmp_path / "a" / f"{number}.png", noise(*size))
     assert open_dataset(str(tmp_path)).low_resolution is expected
+    assert not notes
+    odd = noise(9, 7) if not expected else noise(80, 80)
+    save(tmp_path / "a" / "1.png", odd)
+    assert open_dataset(str(tmp_path)).low_resolution is expected  # one odd image, though it comes first
+    assert ["has images below 64 pixels and larger ones" in said for said in notes] == [True]
+    same = noise(*size)
+    assert as_source([(odd, 0), (same, 0), (same, 0)]).low_resolution is expected
 
 
 def test_folders_without_classes_or_images(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from patchproof.data._decode import BadImageError, decode, header_size, reading, to_rgb
-from patchproof.types import InputError, Size, kind_of
+from patchproof.types import InputError, Size, kind_of, note
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+SAMPLED_SIZES = 16
+"""Images, spread evenly over a data set, whose sizes decide how all of its images are resized."""
 
 EXPECTED = (
     "expected a sequence of (image, label), PIL images or float tensors (c h w), e.g. [(Image.open('cat.png'), 0)]"
@@ -101,7 +104,7 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
     """`<root>/<class>/**/<image>`, sorted by class, then by path, both by their bytes.
 
     Hidden files and folders are ignored (macOS and notebooks leave copies in them), and so are files in `root` itself.
-    Unless `low_resolution` is given, the first readable image decides.
+    Unless `low_resolution` is given, the sizes of some images all over the data set decide.
     """
     class_names = class_folders(root)
     if not class_names:
@@ -120,14 +123,19 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
         paths += found
         labels += [label] * len(found)
     if low_resolution is None:
-        low_resolution = _low_resolution(header_size(root / path) for path in paths)
+        low_resolution = _low_resolution(lambda i: header_size(root / paths[i]), len(paths), name)
     return FolderSource(root, name, split, class_names, tuple(labels), tuple(paths), low_resolution)
 
 
-def _low_resolution(sizes: Iterator[Size | None]) -> bool:
-    """True if the first known size is below 64 pixels on both sides."""
-    first = next((size for size in sizes if size is not None), None)
-    return first is not None and max(first) < 64
+def _low_resolution(size_of: Callable[[int], Size | None], count: int, name: str) -> bool:
+    """True if most images of a sample are below 64 pixels on both sides; one setting holds for the whole data set."""
+    sizes = map(size_of, range(0, count, -(-count // SAMPLED_SIZES)))
+    small = [max(size) < 64 for size in sizes if size is not None]
+    low_resolution = 2 * sum(small) > len(small)
+    if len(set(small)) > 1:
+        how = "enlarged whole, without keeping their aspect ratio" if low_resolution else "resized and cropped"
+        note(f"{name} has images below 64 pixels and larger ones; all are {how}, as suits most of them")
+    return low_resolution
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
@@ -224,7 +232,7 @@ class SequenceSource:
 
     @cached_property
     def low_resolution(self) -> bool:
-        return _low_resolution(self._sizes())
+        return _low_resolution(self._size, len(self), self.name)
 
     def path(self, index: int) -> str:
         return f"{index:05d}"
@@ -244,7 +252,7 @@ class SequenceSource:
             return to_rgb(image) if isinstance(image, Image.Image) else unit_floats(image)
 
     def native_sizes(self) -> set[Size]:
-        return set(self._sizes())
+        return {size for size in map(self._size, range(len(self))) if size is not None}
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256()
@@ -256,11 +264,12 @@ class SequenceSource:
             digest.update(_line(self.path(index), self.labels[index]) + f"{pixels.shape}\n".encode() + pixels.tobytes())
         return digest.hexdigest()
 
-    def _sizes(self) -> Iterator[Size]:
-        for index in range(len(self)):
-            with suppress(BadImageError):
-                image = self.load(index)
-                yield (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
+    def _size(self, index: int) -> Size | None:
+        try:
+            image = self.load(index)
+        except BadImageError:
+            return None
+        return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
 class _Labels(Sequence[int]):
