@@ -12,7 +12,6 @@ import signal
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,20 +21,10 @@ from cyclopts.config import Dict
 from rich.markup import escape
 
 from patchproof.cli._process import STOP, keep_freed_memory, sleep_while_waiting
-from patchproof.cli._settings import (
-    ARGUMENTS,
-    COMMANDS,
-    FLAGS,
-    HEADINGS,
-    SETTINGS,
-    TrainSettings,
-    commands_with,
-    with_defense,
-)
+from patchproof.cli._settings import ARGUMENTS, COMMANDS, FLAGS, HEADINGS, SETTINGS, TrainSettings, owners, with_defense
 from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.recipes import find_recipe
-from patchproof.settings import DEFENSE_OPTIONS
 from patchproof.types import InputError, PatchproofError, require_address, require_free, require_run
 from patchproof.version import __version__
 
@@ -72,7 +61,7 @@ def command_function(command: str, kind: type[Any]) -> Callable[..., int]:
         converter = whole_number if int in (hint, *typing.get_args(hint)) else None
         default = False if hint is bool else None  # "default: False" would suggest that a switch takes a value
         hints[name] = Annotated[hint, Parameter(group=group, converter=converter, show_default=default)]
-    kind.__init__.__annotations__ = kind.__annotations__ = hints
+    kind.__init__.__annotations__ = kind.__annotations__ = hints  # cyclopts reads both
     parameters = []
     for name, (hint, words) in ARGUMENTS.get(command, {}).items():
         several = typing.get_origin(hint) is list
@@ -178,13 +167,10 @@ def _complaint(error: Exception, tokens: Sequence[str], kind: type[Any] | None) 
     """Exit code and message for an error that a user can put right; the message is empty for a fault of the program."""
     if isinstance(error, UnknownOptionError):
         flag = str(error.token.keyword or error.token.value).split("=")[0].removeprefix("--").replace("-", "_")
-        defenses = [n for n, o in DEFENSE_OPTIONS.items() if flag in {FLAGS.get(f.name, f.name) for f in fields(o)}]
-        owners = f"the defence {', '.join(defenses)}" if defenses else f"the command {', '.join(commands_with(flag))}"
-        if defenses or commands_with(flag):
-            return 2, f"Unknown option: --{flag.replace('_', '-')}. It is for {owners}."
+        if owner := owners(flag):
+            return 2, f"Unknown option: --{flag.replace('_', '-')}. It is for {owner}."
     if isinstance(error, UnusedCliTokensError):
-        unused = " ".join(error.unused_tokens or ())
-        return 2, f"unexpected argument: {unused}; see `patchproof {tokens[0]} --help`"
+        return 2, f"unexpected argument: {' '.join(error.unused_tokens or ())}; see `patchproof {tokens[0]} --help`"
     if isinstance(error, CycloptsError):
         return 2, str(error)
     if isinstance(error, PatchproofError):
@@ -194,6 +180,8 @@ def _complaint(error: Exception, tokens: Sequence[str], kind: type[Any] | None) 
         return 1, "out of memory; choose a smaller --batch-size"
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # Path.expanduser of ~stranger/…
         return 2, "a path begins with ~ and a name that no user of this machine has"
+    if isinstance(error, PermissionError) and error.filename:
+        return 1, f"cannot read or write {error.filename}: {error.strerror}"
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return 1, f"{error.strerror or error}{where}{_how_to_continue(tokens)}"
@@ -239,6 +227,3 @@ def main() -> None:
     except KeyboardInterrupt:  # just before the command, or just after it
         code = 128 + (STOP.asked or signal.SIGINT)
     sys.exit(code)
-
-
-__all__ = ["build_app", "main", "run"]

@@ -19,14 +19,7 @@ from patchproof import runs
 from patchproof.attacks import AttackPlan
 from patchproof.cli._process import STOP
 from patchproof.cli._settings import CertifySettings, PredictSettings, TrainSettings, chosen, part, with_defense
-from patchproof.cli._setup import (
-    build_defense,
-    named_network,
-    open_classifier,
-    open_defense,
-    open_source,
-    run_folder,
-)
+from patchproof.cli._setup import build_defense, named_network, open_classifier, open_defense, open_source, run_folder
 from patchproof.cli._show import (
     Console,
     RunBar,
@@ -40,9 +33,9 @@ from patchproof.cli._show import (
     results_table,
 )
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
-from patchproof.data import BadImageError, ImageSource, decode, spread_indices
-from patchproof.defenses import DEFENSES, MaskedDefense
-from patchproof.geometry import footprint_words, parse_patches, patch_words, size_words
+from patchproof.data import BadImageError, decode, spread_indices
+from patchproof.defenses import DEFENSES
+from patchproof.geometry import parse_patches, patch_words, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
 from patchproof.recipes import find_recipe, needs_training
@@ -73,7 +66,7 @@ def evaluate(settings: CertifySettings) -> int:
     attack, executor = isinstance(settings, AttackPlan), runs.launched()
     bar = RunBar(Console(stderr=True), "attack" if attack else "certify", shown=not runs.local_rank())
     try:
-        results, title = certified(settings, bar)
+        results = certified(settings, bar)
     except PatchproofError:
         if executor.rank:
             time.sleep(SECONDS_FOR_MAIN)
@@ -86,17 +79,16 @@ def evaluate(settings: CertifySettings) -> int:
         print_json({"folder": str(results.folder), **content})
         return 1 if broken else 0
     stdout, cost = Console(), content["cost"]
-    stdout.print(results_table(content, title=title))
+    stored = show_results(results, stdout)
     for reason in content["partial"]:
         stdout.note(in_flags(reason, None), "partial")
-    masked = "masked passes" if issubclass(DEFENSES[settings.defense].kind, MaskedDefense) else "passes"
+    masked = "masked passes" if stored.masks else "passes"
     again = [f"{n / max(1, cost['forwards']):.1%} in {step}" for step, n in content["audit"]["steps"].items()]
     redone = f", labels decided again: {' and '.join(again)}" if again else ""
     stdout.plain(f"{cost['forwards_per_image']:.1f} {masked} per image{redone}, {cost['seconds']:.0f} s")
     if attack:
         stdout.plain(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.plain(f"records, manifest and results: {results.folder}")
-    stored: Any = runs.read_run(results.folder)
     unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
     for note in filter(None, (unfit, runs.one_class_words(stored))):
         stdout.note(note)
@@ -107,8 +99,15 @@ def evaluate(settings: CertifySettings) -> int:
     return 1 if broken else 0
 
 
-def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> tuple[Any, str]:
-    """The results of a certification or an attack and a title for them; no results for a dry run."""
+def show_results(results: Any, console: Console) -> Any:
+    """Print the table of a run; returns the run as it is stored."""
+    stored: Any = runs.read_run(results.folder)
+    console.print(results_table(results.content, title=runs.run_title(stored)))
+    return stored
+
+
+def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> Any:
+    """The results of a certification or an attack; None after a dry run."""
     with bar.progress:
         plan = part(settings, AttackPlan) if isinstance(settings, AttackPlan) else None
         model, weights = named_network(settings)
@@ -129,7 +128,7 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             cost = runs.estimate_cost(defense, images, plan)
             if settings.dry_run:
                 show_cost(cost, settings.json)
-                return None, ""
+                return None
             if cost is not None and bar.shown:
                 logging.getLogger("patchproof").info(cost_words(cost))
         measuring = MEASURING if hasattr(defense, "with_engine") else "checking the network"
@@ -142,22 +141,9 @@ def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> t
             "on_start": bar.start,
             "on_record": bar.add,
         }
-        title = run_title(settings, source, defense)
         if plan is None:
-            return runs.certify(defense, source, **options), title
-        return runs.attack(defense, source, plan, on_step=bar.step, **options), title
-
-
-def run_title(settings: CertifySettings, source: ImageSource, defense: Any) -> str:
-    """Which network, images, defence, threat and masks the results are about."""
-    threat, masks = defense.threat, getattr(defense, "masks", None)
-    against = f"{threat.words} anywhere on {size_words(threat.image_size)}"
-    if settings.threat_space == "native":
-        reached = f"{footprint_words(*threat.patch_sizes)} pixels of the {size_words(threat.image_size)} input"
-        against = f"{threat.how_many} of {patch_words(settings.patch)} of the original image ({reached})"
-    title = f"{defense.classifier.architecture} on {source.name} (split {source.split}), {defense.name}"
-    title += f" ({defense.guarantee}): {against}"
-    return title if masks is None else f"{title}, {masks.words}"
+            return runs.certify(defense, source, **options)
+        return runs.attack(defense, source, plan, on_step=bar.step, **options)
 
 
 def show_cost(cost: Any, as_json: bool) -> None:
@@ -286,8 +272,7 @@ def train(settings: TrainSettings) -> int:
         validated = f"{rates} of {best['certified']['n']} validation images ({how})"
         console.plain(f"best epoch {best['epoch']} of {settings.epochs}: {validated}")
         if best.get("one_class"):  # missing in trainings that an earlier version began
-            words = "the network answers one class nearly always, so these rates say nothing about recognition"
-            console.note(words)
+            console.note("the network answers one class nearly always, so these rates say nothing about recognition")
         console.plain(f"checkpoints and log: {found.folder}")
     if settings.recipe and found.folder is not None:
         certify_recipe(settings, found.folder, console)
@@ -313,8 +298,7 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
         raise InputError("no network is named to train: give --weights, e.g. a checkpoint folder, or --model")
     if len(weight_names(settings.weights or "-")) > 1 or (settings.mirror and settings.teacher is None):
         raise InputError("train fine-tunes one network; several, and --mirror, are for its --teacher")
-    names = chosen(settings, "validation", "data_dir", "split", "download")
-    images = runs.training_images(settings.dataset, **names)
+    images = runs.training_images(settings.dataset, **chosen(settings, "validation", "data_dir", "split", "download"))
     source = images.train
     folder = run_folder("train", settings, source)
     if settings.teacher is not None:
@@ -372,12 +356,12 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             "resume": (output / "manifest.json").exists(),
         }
         bar = RunBar(Console(stderr=True), "certify")
-        results, title = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
+        results = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
         if settings.json:
             paper = None if expected.certified is None else asdict(expected)
             print_json({"folder": str(results.folder), "paper": paper, **results.content})
             continue
-        console.print(results_table(results.content, title=title))
+        show_results(results, console)
         if expected.certified is not None:
             clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
             console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

