@@ -130,8 +130,7 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
 
 
 def _weights_words(weights: str, training: str) -> str:
-    """The weights in the name of a run. A checkpoint is named with the folder of its training, without the words of
-    `training`, the beginning of that folder's name, which the name of the run has already."""
+    """The weights in the name of a run; a checkpoint with the folder of its training, without its prefix `training`."""
     words = []
     for path in map(Path, weight_names(weights)):
         if path.name in ("checkpoint-best", "checkpoint-last"):

@@ -46,7 +46,8 @@ def explore(place: Path | None, settings: ExploreSettings) -> int:
     for text in explorer.notices:
         console.note(text)
     if settings.host not in LOOPBACK:
-        console.note(f"listening on {settings.host}: whoever reaches this machine needs no password", "warning")
+        words = "whoever can reach this machine can use the page, without a password"
+        console.note(f"listening on {settings.host}: {words}", "warning")
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
         if settings.json:
             print_json({"explore": url})

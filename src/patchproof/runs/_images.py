@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,9 @@ def training_images(
     """Open the images of a training; `validation` is a folder of class folders, by default the split `val`."""
 
     def opened(split: str | None) -> ImageSource:
-        return open_dataset(dataset, data_dir=data_dir, split=split, download=download)
+        source = open_dataset(dataset, data_dir=data_dir, split=split, download=download)
+        logging.getLogger("patchproof").debug(f"{len(source):,} images: {source.name}, split {source.split}")
+        return source
 
     folder = Path(dataset)
     if not (split or validation) and folder.is_dir() and not (folder / "train").is_dir():
