@@ -154,12 +154,13 @@ def test_native_threats_are_footprints_at_the_network_input(photos, checkpoint, 
     assert runs.read_runs(["mixed"])[0][0].patch_words.startswith(f"{words} px (")
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(photos, checkpoint, tmp_path):
-    lines = f"dataset: {photos}", f"weights: {checkpoint}", "patch: 4px", "masks: 2", "defense: alarm"
+def test_flags_win_over_the_file_and_the_file_over_defaults(photos, checkpoint, tmp_path, capsys):
+    lines = f"dataset: {photos}", f"weights: {checkpoint}", "patch: 4px", "masks: 2", "defense: alarm", "quiet: true"
     (tmp_path / "s.yaml").write_text("\n".join(lines))
     assert certify("--config", "s.yaml", "--masks", 4, "--output", "r") == 0
     saved = content("r", "manifest")["config"]
     assert (saved["patch"], saved["masks"], saved["precision"], saved["defense"]) == ("4px", 4, "auto", "alarm")
+    assert capsys.readouterr().err == "", "quiet in the file is as --quiet"
 
 
 def test_limit_is_spread_over_the_classes_and_marked_partial(photos, checkpoint, capsys, monkeypatch):
