@@ -22,8 +22,7 @@ from patchproof.data import preprocess
 from patchproof.masking import Measured, as_images
 from patchproof.models import load_classifier, save_checkpoint
 from patchproof.report._gallery import attacked_gallery
-from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder, read_run
-from patchproof.runs._certify import Done, Piece
+from patchproof.runs import ATTACK_ACCURACIES, RunFolder, read_run
 from patchproof.types import Preprocessing
 from small_model import plain_network, plain_weights
 from test_cli import assert_one_line, content, records
@@ -120,15 +119,6 @@ def places_of(kept: dict, patches: int) -> tuple:
     return tuple(tuple(kept[f"{one}_place"].tolist()) for one in ("defended", "defended_2")[:patches])
 
 
-def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
-    kept = {"defended": torch.rand(3, 5, 5), "defended_place": torch.tensor([1, 2, 5, 5])}
-    record = Record(3, "a.png", 1, True, True, False, 0.5, 9)
-    (done,) = Piece.load(Piece([Done(record, kept=kept)], 8).dump()).images
-    assert done.record == record
-    assert set(done.kept) == set(kept)
-    assert all(torch.equal(done.kept[name], tensor) for name, tensor in kept.items())
-
-
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):
     common = ("--weights", checkpoint, "--limit", 6, *QUICK)
     assert attack(*common, "--target", "undefended", "--output", "u") == 0
@@ -200,8 +190,6 @@ def test_a_dry_run_says_how_long_attacks_may_take(checkpoint, capsys):
     assert attack(*common[:-1], "--steps", 100, "--restarts", 5, "--places", 2) == 0
     assert re.search(r"4 images with 4 masks: 16 to 40 passes, .*; attacks up to [\d:]+ more", capsys.readouterr().out)
 
-
-# --- a broken certificate ------------------------------------------------------------------------------------------
 
 STARTLED = """
 import torch
@@ -288,9 +276,6 @@ def test_bad_images_are_recorded_when_told_to_skip_them(dark_photos):
     assert attack(*quick, "--output", "r", "--resume", "--skip-bad") == 0
     assert [r["index"] for r in records("r") if "error" in r] == [1]
     assert content("r", "results")["attacked"]["n"] == 3
-
-
-# --- scripts/campaign.py -------------------------------------------------------------------------------------------
 
 
 def start_campaign(dark_photos: tuple, *arguments: str) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 
 import patchproof as pp
 from patchproof.attacks import AttackPlan
-from patchproof.cli.ls import run_values, runs_below
+from patchproof.cli.ls import runs_below
 from patchproof.data import open_dataset
 from patchproof.runs import Record, measure_on_generated, read_run
 from patchproof.runs._attack import Attacker
@@ -353,7 +353,7 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
 
 def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     def row(name):
-        return next(run_values(row) for row in runs_below(tmp_path) if row.run == name)
+        return next(row for row in runs_below(tmp_path) if row["run"] == name)
 
     def look(record):
         seen.append(row("r")["status"])

@@ -1,4 +1,4 @@
-"""The process of a command: freed memory, threads that wait, and when Ctrl-C or a scheduler's SIGTERM ends it."""
+"""The process of a command: kept memory, threads that sleep while they wait, and signals that stop the command."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from pathlib import Path
 from types import FrameType
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
+"""Numbers of two parameters of `mallopt`, from glibc's malloc.h."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory for the next pass, unless the environment has settings of its own for glibc's allocator.
+    """Keep freed memory for the next pass, unless the environment configures glibc's allocator itself.
 
-    By default glibc gives large blocks back at once, and the system hands them out again page by page, zeroed: 28 to
-    45% of the time of a network on a CPU (benchmarks/allocator.py). A process then holds on to its memory until it
-    ends, so this is for commands and not for a library. Without glibc nothing happens.
+    By default glibc returns large blocks to the system at once, and the system hands them out again page by page,
+    zeroed: 28 to 45% of the time of a network on a CPU (benchmarks/allocator.py). The process then holds its memory
+    until it ends, which suits a command but not a library. Without glibc nothing happens.
     """
-    own = any(name.startswith("MALLOC_") for name in os.environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" and not own else None
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_MAX, 0)
 
 
 def sleep_while_waiting() -> None:
-    """Threads of torch that wait for each other sleep, unless the environment has a policy of its own.
+    """Let torch's threads sleep while they wait for each other, unless the environment sets another policy.
 
-    They wait after every layer, and by default they spin, also where the core is needed by the thread they wait for,
-    because something else runs on the other one. OpenMP reads the variable when torch is loaded.
+    They wait after every layer. By default they spin, even on a core that the thread they wait for needs because
+    another process occupies its own. OpenMP reads the variable when torch is loaded.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Stop:
-    """Whether the command is to end. `asked` is the signal; while it is `patient`, the first one only sets that.
-    `folder` is that of the run, once it is known."""
+    """The signal that asked the command to stop, if any, and the folder of its run once that is known.
+
+    A signal raises KeyboardInterrupt. While `patient`, the first one only sets `asked`.
+    """
 
     def __init__(self) -> None:
         self.asked: int | None = None
@@ -61,7 +64,7 @@ class Stop:
 
     @contextmanager
     def patiently(self) -> Iterator[None]:
-        """Inside, whoever works asks `asked` where a stop loses nothing."""
+        """Inside, the first signal waits until the work looks at `asked`, where stopping loses nothing."""
         self.patient = True
         try:
             yield
@@ -69,7 +72,7 @@ class Stop:
             self.patient = False
 
     def ignore_further(self) -> None:
-        """The command is ending: one more stop from a scheduler changes nothing."""
+        """Ignore further SIGTERMs while the command ends."""
         if signal.getsignal(signal.SIGTERM) == self.hear:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

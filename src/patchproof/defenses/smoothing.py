@@ -45,6 +45,7 @@ class Smoothing(EvaluatedDefense, EvidenceDefense):
     views: Fields = field(init=False, repr=False, compare=False)
 
     evidence: ClassVar[Sequence[str]] = ("votes", "worst")
+    margin_unit: ClassVar[str] = "votes"
     parts: ClassVar[tuple[str, str]] = "views", "a smaller band"
     stride = 1
     """Pixels from one view to the next."""

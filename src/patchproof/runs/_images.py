@@ -1,0 +1,68 @@
+"""The images of a training by name: those to learn from, those that choose the best epoch, and those to test on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from patchproof.data import ImageSource, open_dataset
+from patchproof.types import InputError
+
+OTHERS = "name others as validation"
+
+
+class TrainingImages(NamedTuple):
+    """The images to learn from, other images that choose the best epoch, and the images that `certify` tests."""
+
+    train: ImageSource
+    validation: ImageSource
+    test: ImageSource
+
+    @property
+    def words(self) -> str:
+        """Which images train, choose and test, and whether the test is independent."""
+        train, validation, test = (f"{images.name}, split {images.split}" for images in self)
+        words = f"learns from {train}; the best epoch is chosen on {validation}; "
+        tested = self.test.listing_sha256()
+        if self.validation.listing_sha256() == tested:
+            return words + "these are also the images that certify tests: checkpoint-best is not independent of them"
+        if self.train.listing_sha256() == tested:
+            return words + "certify tests the images it learns from, unless it is given another split"
+        return words + f"{test} is left to test"
+
+
+def training_images(
+    dataset: str,
+    *,
+    validation: str | None = None,
+    data_dir: Path | None = None,
+    split: str | None = None,
+    download: bool = False,
+) -> TrainingImages:
+    """Open the images of a training; `validation` is a folder of class folders, by default the split `val`."""
+
+    def opened(split: str | None) -> ImageSource:
+        source = open_dataset(dataset, data_dir=data_dir, split=split, download=download)
+        logging.getLogger("patchproof").debug(f"{len(source):,} images: {source.name}, split {source.split}")
+        return source
+
+    folder = Path(dataset)
+    if not (split or validation) and folder.is_dir() and not (folder / "train").is_dir():
+        raise InputError(f"{folder} has no folder `train`; if it holds the classes itself, {OTHERS}")
+    source = opened(split or (None if validation else "train"))
+    if validation:
+        held_out = tested = open_dataset(validation)
+    else:
+        held_out, tested = opened("val"), opened(None)
+    here, there = (getattr(images, "root", None) for images in (source, held_out))
+    if here is None or there is None:
+        same = (source.name, source.split) == (held_out.name, held_out.split)
+    else:
+        same = Path(here).resolve() == Path(there).resolve()
+    if same:
+        raise InputError(f"the validation images are the training images; {OTHERS}")
+    unknown = sorted(set(held_out.class_names) - set(source.class_names))
+    if unknown:
+        raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
+    return TrainingImages(source, held_out, tested)
