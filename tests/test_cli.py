@@ -815,12 +815,15 @@ def test_a_run_without_a_name_is_named_after_its_settings():
 
 
 def test_a_run_that_is_there_is_refused_before_a_network_is_loaded(photos, checkpoint, capsys, monkeypatch):
-    common = ("--dataset", photos, "--weights", checkpoint, "--output", "r")
-    assert certify(*common) == 0
+    default = ("--dataset", photos, "--weights", checkpoint)
+    common = (*default, "--output", "r")
+    assert certify(*common) == certify(*default) == 0
     monkeypatch.setattr("patchproof.cli._setup.load_classifier", lambda *_, **__: pytest.fail("a network is loaded"))
     capsys.readouterr()
     assert certify(*common) == 2
     assert_one_line(capsys.readouterr().err, "r already holds a run")
+    assert certify(*default) == 2
+    assert_one_line(capsys.readouterr().err, "^.*runs/certify-.* already holds a run")
     assert without_torch("certify --output r")[0].endswith("choose another --output\ncertify --output r: True")
 
 

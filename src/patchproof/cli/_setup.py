@@ -20,7 +20,7 @@ from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import choose_device, footprint_threat, local_rank, preprocessing_for
 from patchproof.settings import AttackPlan
-from patchproof.types import InputError, Size
+from patchproof.types import InputError, Size, require_free
 
 LOGGER = logging.getLogger("patchproof")
 
@@ -124,8 +124,10 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     parts += [settings.split] if settings.split else []
     parts += [f"{settings.limit}images"] if settings.limit else []
     path = STOP.folder = settings.output or Path("runs") / UNFIT.sub("_", "-".join(parts))
-    if settings.resume and not settings.dry_run and not local_rank() and not (path / "manifest.json").exists():
-        LOGGER.info(f"{path} holds no run to go on with: begins a new one")
+    if not settings.dry_run and not local_rank():
+        require_free(path, resume=settings.resume)  # before a network is loaded
+        if settings.resume and not (path / "manifest.json").exists():
+            LOGGER.info(f"{path} holds no run to go on with: begins a new one")
     return path
 
 
