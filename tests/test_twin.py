@@ -22,11 +22,6 @@ from small_model import fitted_classifier
 ENGINE = Path(__file__).parents[1] / "benchmarks" / "engine.py"
 
 
-def load(index: int) -> torch.Tensor:
-    picture = open_dataset("fashion-mini").load(index).convert("RGB")
-    return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(28, 28, 3).permute(2, 0, 1) / 255
-
-
 def forward(classifier, images, precision="fp32") -> torch.Tensor:
     return network(classifier, precision=precision)(images, None)
 
@@ -137,14 +132,7 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
     weight.data.mul_(-2)  # leaves no trace, so it takes a new batch of images to be seen
     classifier.refresh()
     follows("behind torch's back")
-    evaluator = Evaluator(classifier, Measured(precision="bf16", tau=1e-9, tau_fp32=1e-12))
-    evaluator.labels(images)
-    weight.data.mul_(-2)
-    evaluator.labels(images)
-    follows("behind torch's back, a batch later")
-    last = [name for name, part in classifier.module.named_modules() if isinstance(part, nn.Linear)][-1]
-    parent = classifier.module.get_submodule(last.rpartition(".")[0])
-    setattr(parent, last.rpartition(".")[2], nn.Linear(classifier.module.get_submodule(last).in_features, 7).eval())
+    classifier.module.head = nn.Linear(classifier.module.head.in_features, 7).eval()
     follows("another last layer")
 
 
@@ -196,9 +184,6 @@ def test_a_network_that_cannot_be_converted_runs_under_autocast(images):
     assert classifier.lowered(torch.bfloat16) is None
     exact, fast = forward(classifier, images), forward(classifier, images, precision="bf16")
     assert torch.allclose(exact, fast, atol=0.1)
-
-
-# --- a faithful copy: scales normalised, sums of kernels kept, what the cast would harm left alone --------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -305,7 +290,7 @@ def test_a_hostile_scale_in_batch_normalisation_costs_little(generator, precisio
     original = fitted_classifier().eval()
     scaled = runpy.run_path(str(ENGINE))["rescaled"](original, generator)
     assert max(float(bn.running_var.amax()) for bn in scaled.modules() if isinstance(bn, nn.BatchNorm2d)) > 1e8
-    images = torch.stack([load(i) for i in range(0, 1000, 100)])
+    images = torch.from_numpy(open_dataset("fashion-mini").pixels[:1000:100])[:, None].expand(-1, 3, -1, -1) / 255
     threat = pp.PatchThreat.square(image_size=(28, 28), pixels=4)
     masks = pp.covering_masks(threat, per_axis=2)
     found = []

@@ -64,7 +64,7 @@ class Subject:
         answers, passes, again = work(images, labels)
         wait(device)
         seconds = time.perf_counter() - started
-        cost = {"images": len(images), "passes": passes, "seconds": seconds}
+        cost: dict[str, Any] = {"images": len(images), "passes": passes, "seconds": seconds}
         if name is not None:
             engine: Any = self.defense.engine
             needed = passes - sum(again.values())
@@ -238,34 +238,25 @@ def raw_rate(
 ) -> float:
     """Forward passes per second of the bare network on one batch in memory: no masks, no reading.
 
-    For bf16 and fp16 it is the better of a converted network and autocast. Memory is in channels-last format, which is
-    faster on GPUs and CPUs alike.
+    The network is converted to `precision`, in channels-last format, which is faster on GPUs and CPUs alike.
     """
-    dtype, device = AUTOCAST.get(precision), images.device
-    images = images.contiguous(memory_format=torch.channels_last)
-    plain = copy.deepcopy(network).eval().to(memory_format=torch.channels_last)
-    converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
+    dtype, device = AUTOCAST.get(precision, torch.float32), images.device
+    bare = copy.deepcopy(network).eval().to(dtype).to(memory_format=torch.channels_last)
+    batch = images.to(dtype).contiguous(memory_format=torch.channels_last)
     if compiled:
-        converted.compile(dynamic=False)
-    ways = [(converted, images if dtype is None else images.to(dtype), False)]
-    if dtype is not None and not compiled:
-        ways.append((plain, images, True))
-    rates = []
-    for bare, batch, mixed in ways:
-        autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed, cache_enabled=False)
-        with torch.inference_mode(), tf32(precision != "fp32"), autocast:
-            for _ in range(2):
-                bare(batch)
-            wait(device)
-            passes, started = 0, time.perf_counter()
-            while time.perf_counter() - started < seconds:
-                bare(batch)
-                passes += len(batch)
-                if passes % (4 * len(batch)) == 0:
-                    wait(device)
-            wait(device)
-            rates.append(passes / (time.perf_counter() - started))
-    return max(rates)
+        bare.compile(dynamic=False)
+    with torch.inference_mode(), tf32(precision != "fp32"):
+        for _ in range(2):
+            bare(batch)
+        wait(device)
+        passes, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            bare(batch)
+            passes += len(batch)
+            if passes % (4 * len(batch)) == 0:
+                wait(device)
+        wait(device)
+        return passes / (time.perf_counter() - started)
 
 
 def wait(device: torch.device) -> None:

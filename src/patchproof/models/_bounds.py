@@ -58,7 +58,7 @@ def margin_bounds(
     adds about 1e-10. It does not cover TF32 or Winograd convolutions, which do not exist for float64.
     """
     layers = list(passable_layers(classifier))
-    last = layers.pop() if isinstance(layers[-1], nn.Linear) else None
+    last: Any = layers.pop() if isinstance(layers[-1], nn.Linear) else None
     x = Interval((upper + lower) / 2, (upper - lower) / 2)
     if rounding:
         x = x.widened(_gamma(1, lower) * x.size)

@@ -21,10 +21,7 @@ from patchproof.types import Classifier, InputError, Interpolation, Size, requir
 
 
 class Wrapped:
-    """A network with a preparation of its images; its optional abilities take images that are not prepared yet.
-
-    An attribute is missing if the network lacks the ability.
-    """
+    """A network and how images are prepared for it. `masked` and `local_logits` are missing if the network has none."""
 
     module: nn.Module
     fill: Any
@@ -51,10 +48,7 @@ class Wrapped:
 
 
 class Core(Wrapped):
-    """The network of a classifier for images and a mask colour that are prepared already.
-
-    Preparing an image once, not again for each of its masked copies, saves time.
-    """
+    """The network of a classifier, for images and a mask colour prepared once for all masked copies."""
 
     def __init__(self, outer: Wrapped, fill: Float[Tensor, "c 1 1"]) -> None:
         self.module, self.drop_tokens, self.token_pass = outer.module, outer.drop_tokens, outer.token_pass
@@ -126,12 +120,10 @@ class ImageClassifier(Wrapped, nn.Module):
         self.register_buffer("mean", torch.tensor(shift), persistent=False)
         self.register_buffer("std", torch.tensor(scale), persistent=False)
         self.input_size: Size = size
-        self.num_classes = int(num_classes)
-        self.class_names = names
+        self.num_classes, self.class_names = int(num_classes), names
         self.interpolation: Interpolation = interpolation
         self.crop_pct = float(crop_pct)
-        self.architecture = architecture or type(module).__name__
-        self.source = source
+        self.architecture, self.source = architecture or type(module).__name__, source
         self.model_args: dict[str, Any] = dict(model_args or {})
         self.history: Mapping[str, Any] = {}
         self.drop_tokens = drop_tokens

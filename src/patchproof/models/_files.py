@@ -99,8 +99,8 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) ->
 def matched(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[State, tuple[int, int] | None, str]:
     """Compare `state` with the tensors of `module`.
 
-    Returned are `state` without the prefixes that wrappers put before every name; (found, expected) classes if only the
-    size of the head differs; and all differences in words.
+    Return `state` without prefixes that wrappers put before all names, (found, expected) classes if only the size of
+    the head differs, and all differences in words.
     """
     expected, names = module.state_dict(), list(state)
     for prefix in PREFIXES * 2:  # each may be inside the other
@@ -193,10 +193,8 @@ def save_checkpoint(
         record = json.loads(json.dumps(record, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"extra must be plain JSON (text, finite numbers, lists, mappings): {error}") from error
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; give a folder for the checkpoint")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
-        raise InputError(f"{folder} holds other things than a checkpoint and would be replaced; give a new folder")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file()):
+        raise InputError(f"{folder} is no checkpoint and would be replaced; give a new folder")
     fresh, previous = _beside(folder, "writing"), _beside(folder, "previous")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -211,12 +209,7 @@ def save_checkpoint(
         if folder.exists():
             shutil.rmtree(previous, ignore_errors=True)
             folder.rename(previous)
-        try:
-            fresh.rename(folder)
-        except OSError:
-            if previous.exists():
-                previous.rename(folder)
-            raise
+        fresh.rename(folder)
         _to_disk(folder.parent)
         shutil.rmtree(previous, ignore_errors=True)
     finally:
@@ -226,8 +219,7 @@ def save_checkpoint(
 def checkpoint_architecture(folder: Path) -> str | None:
     """The architecture of the checkpoint in `folder`; None if the folder holds no checkpoint.
 
-    A factory is refused: building one runs code, and only the user may name that, not a folder that anybody may have
-    written.
+    A factory is refused: building one runs code, which only the user may name, not a folder of unknown origin.
     """
     place = settled(Path(folder).expanduser())
     if not (place / RECORD).is_file():
@@ -329,6 +321,8 @@ def _beside(folder: Path, word: str) -> Path:
 
 
 def _to_disk(path: Path) -> None:
+    if os.name == "nt":  # Windows flushes only files that were opened for writing, and no folder
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -126,8 +126,7 @@ def replace_head(
 ) -> ImageClassifier:
     """Return a copy of the classifier with a last layer for other classes.
 
-    The rows of the old layer are kept if it knows all of these classes by name; otherwise the layer is drawn from
-    `seed`.
+    It keeps rows of the old layer if that has all of these classes by name, and is drawn from `seed` otherwise.
     """
     module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
@@ -143,11 +142,8 @@ def replace_head(
     head = f"fresh head for {num_classes} classes"
     if class_names and set(class_names) <= set(known) and isinstance(before, (nn.Linear, nn.Conv2d)):
         rows = torch.tensor([known.index(name) for name in class_names], device=classifier.mean.device)
-        kept = {name: value[rows] for name, value in before.state_dict().items()}
-        after = module.get_classifier()
-        if {n: t.shape for n, t in kept.items()} == {n: t.shape for n, t in after.state_dict().items()}:
-            after.load_state_dict(kept)
-            head = f"its own head for {num_classes} of its {len(known)} classes"
+        module.get_classifier().load_state_dict({name: value[rows] for name, value in before.state_dict().items()})
+        head = f"its own head for {num_classes} of its {len(known)} classes"
     source = f"{classifier.source}, {head}"
     changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
     return changed.train(classifier.training)
@@ -232,8 +228,7 @@ def _from_timm(
 ) -> ImageClassifier:
     """Load weights from the Hub: those of a `repo`, or timm's under a tag.
 
-    `pretrained` is the tag in the model's name, or timm's default. Class names are those that timm knows; for
-    ImageNet-1k, WordNet ids.
+    `pretrained` is the tag in the model's name, or timm's default. ImageNet-1k's classes are named by WordNet ids.
     """
     from timm.models import get_pretrained_cfg, load_model_config_from_hf
 
@@ -267,9 +262,8 @@ def _from_timm(
 def _fetching(repo: str) -> Iterator[None]:
     """Fetch files of `repo` inside; if the Hub does not answer at once, only from the local cache.
 
-    Without a network, the Hub client's own retries would take half a minute per file. An error inside becomes an
-    InputError that says what could not be fetched and what to do. A few old networks of timm have a plain address
-    (https://…) as their `repo`; those are tried directly.
+    Without a network, the Hub client's own retries would take half a minute per file. Errors become an InputError. A
+    few old networks of timm have a plain address (https://…), which is tried directly.
     """
     from huggingface_hub import constants
 
@@ -305,11 +299,9 @@ def hub_answers(repo: str) -> bool:
     try:
         url = hf_hub_url(name, "config.json", revision=revision or None)
         get_hf_file_metadata(url, timeout=HUB_ANSWERS_WITHIN_SECONDS)
-    except HFValidationError as error:
-        raise InputError(f"{repo!r} is not a hub id (organisation/name): {first_line(error)}") from error
-    except (RepositoryNotFoundError, GatedRepoError) as error:
+    except (HFValidationError, RepositoryNotFoundError, GatedRepoError) as error:
         raise InputError(
-            f"the Hugging Face Hub has no model {repo} open to you; check the name, or run `hf auth login`"
+            f"the Hugging Face Hub has no model {repo} open to you; check the name (org/name), or run `hf auth login`"
         ) from error
     except EntryNotFoundError:
         return True
