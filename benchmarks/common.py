@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +45,6 @@ def open_images(classifier: ImageClassifier, dataset: str, count: int, device: s
     return images, torch.cat([batch.labels for batch in batches])
 
 
-def masked_pairs(classifier: ImageClassifier, percent: float = 3) -> pp.MaskSet:
-    """6×6 masks against a square patch, as in the paper."""
-    return pp.covering_masks(pp.PatchThreat.square(image_size=classifier.input_size, percent=percent), per_axis=6)
-
-
-def rate(network: Callable[[Tensor], Tensor], images: Tensor, *, seconds: float) -> float:
-    """Passes per second of a network, on one batch again and again."""
-    for _ in range(2):
-        network(images)[0, 0].item()  # waits for the device
-    passes, started = 0, time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        network(images)[0, 0].item()
-        passes += len(images)
-    return passes / (time.perf_counter() - started)
+def paper_masks(classifier: ImageClassifier) -> pp.MaskSet:
+    """6×6 masks against a square patch of 3%."""
+    return pp.covering_masks(pp.PatchThreat.square(image_size=classifier.input_size, percent=3), per_axis=6)

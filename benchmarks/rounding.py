@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from common import masked_pairs, open_images, parser, write
+from common import open_images, paper_masks, parser, write
 from torch import Tensor, nn
 
 from patchproof.masking import network
@@ -45,7 +45,7 @@ def main() -> None:
     arguments = flags.parse_args()
     classifier = load_classifier("tf_efficientnet_lite0", "zoo")
     images, _ = open_images(classifier, arguments.dataset, 192, "cpu")
-    masks = masked_pairs(classifier)
+    masks = paper_masks(classifier)
     first, second = torch.randint(len(masks), (2, len(images)), generator=torch.Generator().manual_seed(0))
     keep = masks.keep()[first] & masks.keep()[second]
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from common import DEVICE, masked_pairs, open_images, parser, write
+from common import DEVICE, open_images, paper_masks, parser, write
 from torch import Tensor
 
 from patchproof.masking import margin_changes, network
@@ -29,7 +29,7 @@ ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def changes(classifier: ImageClassifier, images: Tensor, copies: int, precisions: list[Precision]) -> dict[str, Tensor]:
     """|change of the margin| of random images under random pairs of masks, by precision."""
-    masks = masked_pairs(classifier)
+    masks = paper_masks(classifier)
     keep, generator = masks.keep(images.device), torch.Generator().manual_seed(0)
     image = torch.randint(len(images), (copies,), generator=generator).to(images.device)
     first, second = torch.randint(len(masks), (2, copies), generator=generator).to(images.device)
