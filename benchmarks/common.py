@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, their images, and the reports they write."""
+"""Flags, images and reports, shared by the benchmarks."""
 
 from __future__ import annotations
 

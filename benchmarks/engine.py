@@ -26,7 +26,7 @@ from patchproof.models import ImageClassifier, load_classifier, match_labels
 
 
 def rescaled(classifier: ImageClassifier, generator: torch.Generator) -> ImageClassifier:
-    """The same function, with scales of 1e-4 to 1e5 between each convolution and the batch normalisation after it."""
+    """Return the same function with scales of 1e-4 to 1e5 between convolutions and their batch normalisations."""
     scaled = copy.deepcopy(classifier)
     layers: list[Any] = [part for part in scaled.modules() if isinstance(part, (nn.Conv2d, nn.BatchNorm2d))]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The loop we compare with decides as we do, and `bench` counts what was really run."""
+"""The loop like the published one decides as we do, and `bench` counts the passes that were run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASKS = pp.covering_masks(THREAT, per_axis=3)
 
 
 def test_the_peer_decides_as_we_do(generator):
-    """On a network's answers, and on answers that hardly ever agree."""
+    """With a network's answers, and with answers that hardly ever agree."""
 
     def fickle(batch):
         return (batch.flatten(1) @ torch.arange(2352 * 4).reshape(2352, 4).float().remainder(5)).remainder(3)

@@ -269,10 +269,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise damaged(first_line(error)) from error
-    if not isinstance(record, dict) or not _alike(record.get("schema"), 1):
-        raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")
-    if record["schema"] != SCHEMA:
-        raise InputError(f"{path} has schema {record['schema']}, this version reads {SCHEMA}; update patchproof")
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise InputError(f"{path} has schema {schema!r:.60}, this version reads {SCHEMA}; update patchproof")
     filled = {"fill": record.get("mean"), "drop_tokens": False, "class_names": None, **record}  # missing in older files
     for name, example in _EXAMPLES.items():
         value = filled.get(name)

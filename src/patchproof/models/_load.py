@@ -85,11 +85,7 @@ def load_classifier(
             f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
             "leave class_names out and use match_labels"
         )
-    if names is not None:
-        classifier = rewrap(classifier, class_names=names)
-    if drop_tokens:
-        classifier = rewrap(classifier, drop_tokens=True)
-    return _ready(classifier)
+    return _ready(rewrap(classifier, class_names=names or own, drop_tokens=drop_tokens or classifier.drop_tokens))
 
 
 @typed

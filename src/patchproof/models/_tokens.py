@@ -1,4 +1,4 @@
-"""Dropped tokens: a vision transformer is given only the tokens of an image that are not wholly hidden."""
+"""Dropped tokens: a vision transformer is given only the tokens of an image that are not entirely hidden."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def token_pass(
 def masked_tokens(
     vit: Any, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"], passed: TokenPass | None = None
 ) -> Float[Tensor, "b classes"]:
-    """Logits from the visible tokens alone: wholly hidden ones are dropped after they got their position.
+    """Logits from the visible tokens alone: those entirely hidden are dropped after they got their position.
 
     Images with the same number of visible tokens share a pass; small groups are padded to a larger number. A token that
     is hidden in part keeps what `images` shows of it. If all of an image is hidden its first token stays, since a head

@@ -286,7 +286,7 @@ def structure_of(module: nn.Module) -> Structure:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """The same as `modules()` in a third of the time, because it is called before every group of passes."""
+    """List what `modules()` yields, in a third of the time: it is called before every group of passes."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for part in waiting.pop()._modules.values():
