@@ -1,39 +1,34 @@
-"""Is the engine fast and sound on networks that nobody tuned it for?
+"""Check that the engine is fast and sound on networks that nobody tuned it for.
 
     python benchmarks/engine.py --imagenet VAL --imagenette VAL --output benchmarks/results/engine-h200.json
 
-VAL are folders of class folders. Two questions, on networks with ImageNet weights (the `zoo`):
+VAL are folders of class folders. The networks have ImageNet weights (the `zoo`).
 
-hostile: a network whose convolutions have output channels scaled by 1e-4 to 1e5, which batch normalisation undoes, is
-the same function. How much slower is it, and does any verdict differ?
-subset: does any fast precision certify an image that exhaustive float32 at its own τ does not?
+hostile: a network is rescaled: its convolutions have output channels scaled by 1e-4 to 1e5, which batch normalisation
+undoes, so it is the same function. Measured are how much slower it is, and how many verdicts differ.
+subset: counts the images that a fast precision certifies and exhaustive float32 at its own τ does not.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from common import DEVICE, machine, open_images, parser, write
+from torch import Tensor, nn
 
 import patchproof as pp
-from patchproof.data import iterate_batches
-from patchproof.masking import Measured, as_images
-from patchproof.models import ImageClassifier, load_classifier
-from patchproof.runs import device_name, preprocessing_for, versions
+from patchproof.masking import Measured
+from patchproof.models import ImageClassifier, load_classifier, match_labels
 
 
 def rescaled(classifier: ImageClassifier, generator: torch.Generator) -> ImageClassifier:
-    """The same function, with scales of 1e-4 to 1e5 between each convolution and the batch normalisation after it."""
+    """Return the same function with scales of 1e-4 to 1e5 between convolutions and their batch normalisations."""
     scaled = copy.deepcopy(classifier)
-    layers = [part for part in scaled.modules() if isinstance(part, (nn.Conv2d, nn.BatchNorm2d))]
+    layers: list[Any] = [part for part in scaled.modules() if isinstance(part, (nn.Conv2d, nn.BatchNorm2d))]
     with torch.no_grad():
         for conv, bn in itertools.pairwise(layers):
             if not (isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d)):
@@ -51,20 +46,15 @@ def rescaled(classifier: ImageClassifier, generator: torch.Generator) -> ImageCl
     return scaled
 
 
-def images_of(classifier: ImageClassifier, folder: Path, count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some images from all over the folder on the device, and the classes they belong to."""
-    source = pp.open_dataset(str(folder))
-    how = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
-    indices = [i * len(source) // count for i in range(count)] if count < len(source) else range(len(source))
-    batches = list(iterate_batches(source, how, indices, batch_size=64, workers=8))
-    classes = torch.tensor([(classifier.class_names or ()).index(name) for name in source.class_names])
-    labels = classes[torch.cat([batch.labels for batch in batches])]
-    return as_images(torch.cat([batch.images for batch in batches]), device), labels.to(device)
+def open_labelled(classifier: ImageClassifier, folder: str, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """Images from all over the folder, and the classifier's labels for them."""
+    images, labels = open_images(classifier, folder, count, device)
+    return images, torch.tensor(match_labels(pp.open_dataset(folder).class_names, classifier))[labels].to(device)
 
 
 def certify(
-    classifier: ImageClassifier, images: torch.Tensor, labels: torch.Tensor, *, per_axis: int, **engine: Any
-) -> tuple[torch.Tensor, float, Measured]:
+    classifier: ImageClassifier, images: Tensor, labels: Tensor, *, per_axis: int, **engine: Any
+) -> tuple[Tensor, float, Measured]:
     """Verdicts with every pair of masks, labels per second, and the engine."""
     threat = pp.PatchThreat.square(image_size=classifier.input_size, percent=3)
     masks = pp.covering_masks(threat, per_axis=per_axis)
@@ -78,9 +68,9 @@ def certify(
     return found, len(images) * len(masks.unions) / (time.perf_counter() - started), measured
 
 
-def hostile(folder: Path, count: int, device: str) -> dict[str, Any]:
-    original = load_classifier("tf_efficientnet_lite0", "zoo").to(device).to(memory_format=torch.channels_last).eval()
-    images, labels = images_of(original, folder, count, device)
+def hostile(folder: str, count: int, device: str) -> dict[str, Any]:
+    original = load_classifier("tf_efficientnet_lite0", "zoo").to(device).to(memory_format=torch.channels_last)
+    images, labels = open_labelled(original, folder, count, device)
     scaled = rescaled(original, torch.Generator().manual_seed(0))
     found: dict[str, Any] = {"images": len(images)}
     for precision in ("fp16", "auto"):
@@ -98,53 +88,40 @@ def hostile(folder: Path, count: int, device: str) -> dict[str, Any]:
     return found
 
 
-def subset(
-    folders: dict[str, tuple[Path, int]], models: list[str], ways: list[str], device: str
-) -> Iterator[dict[str, Any]]:
-    """`ways` are precisions; "fp16 compiled" is another copy of the network than "fp16"."""
-    for model in models:
-        classifier = load_classifier(model, "zoo").to(device).to(memory_format=torch.channels_last).eval()
-        for name, (folder, count) in folders.items():
-            images, labels = images_of(classifier, folder, count, device)
-            exact, _, _ = certify(classifier, images, labels, per_axis=3, precision="fp32")
-            for way in ways:
-                precision, _, compiled = way.partition(" ")
-                fast, _, _ = certify(
-                    classifier, images, labels, per_axis=3, precision=precision, compile=bool(compiled)
-                )
-                found = {
-                    "model": model,
-                    "data": name,
-                    "images": len(images),
-                    "precision": way,
-                    "certified": int(fast.sum()),
-                    "certified_fp32": int(exact.sum()),
-                    "beyond_fp32": int((fast & ~exact).sum()),
-                }
-                print("subset", found, flush=True)
-                yield found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--imagenet", type=Path, required=True)
-    parser.add_argument("--imagenette", type=Path, required=True)
-    parser.add_argument("--images", type=int, default=300, help="for the hostile network; 0 leaves it out")
-    parser.add_argument("--most", type=int, default=2000, help="ImageNette images for the subset")
-    parser.add_argument("--models", nargs="+", default=["tf_efficientnet_lite0", "tf_efficientnet_lite1"])
-    parser.add_argument("--ways", nargs="+", default=["fp16", "fp16 compiled", "bf16", "tf32"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
-    folders = {"imagenet": (arguments.imagenet, 1000), "imagenette": (arguments.imagenette, arguments.most)}
-    report: dict[str, Any] = {"device": device_name(torch.device(arguments.device)), "versions": versions()}
+    flags = parser(__doc__)
+    flags.add_argument("--imagenet", required=True)
+    flags.add_argument("--imagenette", required=True)
+    flags.add_argument("--images", type=int, default=300, help="for the hostile network; 0 leaves it out")
+    flags.add_argument("--most", type=int, default=2000, help="ImageNette images for the subset")
+    flags.add_argument("--models", nargs="+", default=["tf_efficientnet_lite0", "tf_efficientnet_lite1"])
+    flags.add_argument("--device", default=DEVICE)
+    arguments = flags.parse_args()
+    device = arguments.device
+    report: dict[str, Any] = machine(device)
     if arguments.images:
-        report["hostile"] = hostile(arguments.imagenet, arguments.images, arguments.device)
+        report["hostile"] = hostile(arguments.imagenet, arguments.images, device)
     report["subset"] = []
-    for found in subset(folders, arguments.models, arguments.ways, arguments.device):
-        report["subset"].append(found)
-        if arguments.output:  # what is measured stays, should time end
-            arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    folders = (("imagenet", arguments.imagenet, 1000), ("imagenette", arguments.imagenette, arguments.most))
+    for model, (name, folder, count) in itertools.product(arguments.models, folders):
+        classifier = load_classifier(model, "zoo").to(device).to(memory_format=torch.channels_last)
+        images, labels = open_labelled(classifier, folder, count, device)
+        exact, _, _ = certify(classifier, images, labels, per_axis=3, precision="fp32")
+        for way in ("fp16", "fp16 compiled", "bf16", "tf32"):
+            precision, _, compiled = way.partition(" ")
+            fast, _, _ = certify(classifier, images, labels, per_axis=3, precision=precision, compile=bool(compiled))
+            found = {
+                "model": model,
+                "data": name,
+                "images": len(images),
+                "precision": way,
+                "certified": int(fast.sum()),
+                "certified_fp32": int(exact.sum()),
+                "beyond_fp32": int((fast & ~exact).sum()),
+            }
+            print("subset", found, flush=True)
+            report["subset"].append(found)
+            write(report, arguments.output)  # after each row, so that a run cut short leaves what it measured
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Peak memory of `patchproof certify` on a synthetic data set of 500 images and on one of 50,000.
 
-A folder of links to a few tiny images and a tiny network: what would grow with the number of images, grows here too.
+A tiny network certifies a folder of links to a few tiny images, so what grows with the number of images grows here too.
 
     python benchmarks/memory.py --output benchmarks/results/memory-cpu.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from common import parser, write
 from PIL import Image
 
 NETWORK = """
@@ -29,16 +28,16 @@ def build(num_classes=10):
 """
 
 
-def make_images(folder: Path, count: int, *, classes: int = 10) -> Path:
-    """`count` files in class folders, all of them links to a few pictures."""
+def make_images(folder: Path, count: int) -> Path:
+    """Make `count` files in class folders, all of them links to a few pictures."""
     pictures = folder / "pictures"
-    pictures.mkdir(parents=True)
+    pictures.mkdir()
     for number in range(16):
         pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(pictures / f"{number}.png")
-    root = folder / f"images-{count}"
+    root = folder / "images"
     for number in range(count):
-        label = root / f"class{number % classes}"
+        label = root / f"class{number % 10}"
         label.mkdir(parents=True, exist_ok=True)
         os.link(pictures / f"{number % 16}.png", label / f"{number:06d}.png")
     return root
@@ -47,17 +46,9 @@ def make_images(folder: Path, count: int, *, classes: int = 10) -> Path:
 def certify(folder: Path, images: Path) -> dict[str, float]:
     """Peak resident bytes and seconds of one certification in a process of its own."""
     (folder / "network.py").write_text(NETWORK)
-    arguments = ["--model", f"{folder / 'network.py'}:build", "--weights", "random", "--image-size", "32"]
-    arguments += ["--dataset", str(images), "--patch", "3%", "--masks", "2", "--batch-size", "1024", "--device", "cpu"]
-    command = [
-        sys.executable,
-        "-m",
-        "patchproof",
-        "certify",
-        *arguments,
-        "--output",
-        str(folder / f"run-{images.name}"),
-    ]
+    command = [sys.executable, "-m", "patchproof", "certify", "--model", f"{folder / 'network.py'}:build"]
+    command += ["--weights", "random", "--image-size", "32", "--dataset", str(images), "--output", str(folder / "run")]
+    command += ["--patch", "3%", "--masks", "2", "--batch-size", "1024", "--device", "cpu"]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -75,14 +66,11 @@ def compare(counts: tuple[int, ...] = (500, 50_000)) -> dict[int, dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__).parse_args()
     found = compare()
     for count, cost in found.items():
         print(f"{count:>7,} images: {cost['peak_bytes'] / 2**20:.0f} MiB, {cost['seconds']:.0f} s")
-    if arguments.output:
-        arguments.output.write_text(json.dumps({str(count): cost for count, cost in found.items()}, indent=2) + "\n")
+    write(found, arguments.output)
 
 
 if __name__ == "__main__":

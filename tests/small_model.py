@@ -1,4 +1,4 @@
-"""Networks that read Fashion-MNIST under masks: the one that comes with the package, and a plain module."""
+"""Networks for the tests: the package's demonstration network, a plain module, and one whose labels bf16 changes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from patchproof.models import ImageClassifier, load_classifier, save_checkpoint
 
 
 def plain_network() -> nn.Module:
-    """A module of a user's own, without weights: no fill, no size, no names."""
+    """A user's own untrained module: no fill, no input size, no class names."""
     return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(147, 64), nn.GELU(), nn.Linear(64, 10)).eval()
 
 
 @cache
 def plain_weights() -> dict[str, Tensor]:
-    """Weights for it: right on two of three test images, and certified on some."""
+    """Weights for `plain_network`: right on two of three test images, and certified on some."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network, source = plain_network(), open_dataset("fashion-mini", split="train")
@@ -45,7 +45,8 @@ def plain_classifier() -> nn.Module:
 
 
 class Startled(nn.Module):
-    """Two labels. A dark image gets one by a sum that bf16 rounds by some hundredths; bright pixels make it label 1."""
+    """A network of two labels. On dark images they differ by a sum that bf16 rounds by some hundredths; bright pixels
+    give label 1."""
 
     fill = (0.25, 0.25, 0.25)
 

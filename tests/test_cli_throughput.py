@@ -1,4 +1,4 @@
-"""The loop we compare with decides as we do, and `bench` counts what was really run."""
+"""The loop like the published one decides as we do, and `bench` counts the passes that were run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASKS = pp.covering_masks(THREAT, per_axis=3)
 
 
 def test_the_peer_decides_as_we_do(generator):
-    """On a network's answers, and on answers that hardly ever agree."""
+    """With a network's answers, and with answers that hardly ever agree."""
 
     def fickle(batch):
         return (batch.flatten(1) @ torch.arange(2352 * 4).reshape(2352, 4).float().remainder(5)).remainder(3)
@@ -57,20 +57,9 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(throughput, "SCALED_PASSES", 100)
     path = tmp_path / "bench.json"
-    arguments = [
-        "--scaling",
-        "--limit",
-        "4",
-        "--peer-images",
-        "1",
-        "--seconds",
-        "0.05",
-        "--batch-size",
-        "16",
-        "--reference",
-    ]
-    small = ["--model", "small", "--weights", "random"]
-    assert run(["bench", *small, *arguments, "--surviving", "--precision", "bf16", "--output", str(path)]) == 0
+    words = "bench --model small --weights random --surviving --precision bf16 --scaling --reference"
+    numbers = "--limit 4 --peer-images 1 --seconds 0.05 --batch-size 16"
+    assert run([*words.split(), *numbers.split(), "--output", str(path)]) == 0
     found, (shown, said) = json.loads(path.read_text()), capsys.readouterr()
     assert "the bare network small, 16 images at once" in said
     assert "a loop like the published one, 1 image\n" in said

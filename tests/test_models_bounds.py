@@ -55,7 +55,7 @@ def test_no_image_between_the_bounds_leaves_them(dtype, folded, generator):
 
 
 def test_the_bound_of_one_linear_layer_is_attained():
-    """With the last layer folded in; bounds of the logits apart would be lower."""
+    """Bounds of each logit by itself would be lower."""
     with seeded(1):
         classifier = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double()
     weight, bias = classifier[1].weight, classifier[1].bias

@@ -1,4 +1,4 @@
-"""The package's own networks: cells that see what they say, hidden pixels that differ from black, checkpoints."""
+"""The package's own networks: receptive fields, hidden pixels that differ from black, checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def images(count: int, side: int = 32, seed: int = 1) -> Tensor:
 
 
 def generic(network: BagNet) -> BagNet:
-    """With statistics and scales that no symmetry hides anything behind, in float64: what matters is seen."""
+    """Set generic statistics and scales, in float64, so that every pixel that matters changes the output."""
     with seeded(0):
         for part in network.modules():
             if isinstance(part, torch.nn.BatchNorm2d):
@@ -73,7 +73,7 @@ def test_a_cell_sees_its_receptive_field_and_nothing_else(blocks, field, side):
     torch.testing.assert_close(network(image), cells.mean(dim=(2, 3)))
 
 
-def test_hidden_pixels_differ_from_black_ones_and_from_each_other_in_no_way():
+def test_hidden_pixels_differ_from_black_and_their_values_do_not_matter():
     classifier = load_classifier("resnet18_ablated", "random", seed=1)
     x = images(2)
     keep = torch.zeros(2, 1, 32, 32, dtype=torch.bool)
@@ -106,7 +106,7 @@ def test_own_networks_are_saved_and_loaded_like_every_other(name, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["small", "bagnet5"])
 def test_a_pass_without_gradients_has_the_same_bits_and_leaves_what_it_was_given(name):
-    """It computes in place what one with gradients does not."""
+    """Without gradients, ReLUs are computed in place."""
     classifier = load_classifier(name, "random", seed=2).eval()
     x = images(2, 28)
     with torch.no_grad():

@@ -154,10 +154,8 @@ def test_a_checkpoint_remembers_it_and_it_is_part_of_the_identity(tmp_path):
     assert loaded.token_size == (4, 4)
     assert weights_sha256(loaded) == weights_sha256(classifier) == checkpoint_sha256(tmp_path / "vit")
     assert weights_sha256(classifier) != weights_sha256(rewrap(classifier, drop_tokens=False))
-    assert pp.Ensemble([loaded, load_classifier("small", "random", num_classes=3, input_size=(32, 32))]).token_size == (
-        4,
-        4,
-    )
+    small = load_classifier("small", "random", num_classes=3, input_size=(32, 32))
+    assert pp.Ensemble([loaded, small]).token_size == (4, 4)
 
 
 @pytest.mark.parametrize(

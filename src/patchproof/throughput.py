@@ -1,4 +1,4 @@
-"""How fast this machine certifies, beside the bare network and a loop like PatchCleanser's published one."""
+"""How fast this machine certifies, next to the bare network and a loop like PatchCleanser's published one."""
 
 from __future__ import annotations
 
@@ -25,27 +25,22 @@ from patchproof.models import ImageClassifier, match_labels, rewrap
 from patchproof.runs import default_workers, device_name, measure_tau, peak_memory, preprocessing_for, versions
 from patchproof.types import Classifier, InputError, Precision
 
-SHIFT = 100.0
-"""Added to one logit so that its label always wins."""
-
-SCALED_MASKS = range(2, 9)
 SCALED_PASSES = 20_000
-"""At most about so many passes for each number of masks."""
+"""Most passes for each number of masks, approximately, when cost is measured against masks."""
 
 LATENCIES = 32
-"""Images that are answered one at a time."""
+"""Number of images that are answered one at a time, for latency."""
 
 PEER_BATCH = 16
-"""Images in a batch of PatchCleanser's published scripts."""
+"""Batch size of PatchCleanser's published scripts."""
 
 Work = Callable[[Tensor, Tensor], tuple[Tensor, int, Mapping[str, int]]]
-"""From images and labels to an answer for each image, the passes that took, and how many labels were decided again, by
-the precision that did."""
+"""(images, labels) -> an answer per image, passes, and how many labels each later precision decided again."""
 
 
 @dataclass
 class Subject:
-    """A defence, some images on the device with their labels, and a row for each way of answering them."""
+    """A defence with images and labels on its device; `rows` holds a measurement of each way to answer them."""
 
     defense: PatchCleanser
     drift: Drift
@@ -54,43 +49,49 @@ class Subject:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def timed(self, work: Work, name: str | None = None, count: int | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Answers for the images, or the first so many, and what they took; under a name, a row of the table.
+        """Return the answers for the first `count` images and their cost, which becomes a row if it has a name.
 
-        `peak_bytes` is the most memory held at once: on a GPU what torch allocated beyond what was held before,
-        elsewhere all of the process since it began. `needed` counts each label once, however often it was decided.
+        `peak_bytes` is, on a GPU, what torch allocated beyond what it held before; elsewhere the peak of the process
+        since it began. `needed` counts each label once, however often it was decided.
         """
-        images, labels, device, held = self.images[:count], self.labels[:count], self.images.device, 0
+        images, labels, device = self.images[:count], self.labels[:count], self.images.device
+        held = 0
         wait(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             held = torch.cuda.memory_allocated(device)
         started = time.perf_counter()
-        found, passes, again = work(images, labels)
+        answers, passes, again = work(images, labels)
         wait(device)
-        seconds, peak = time.perf_counter() - started, (peak_memory(device) or 0) - held
-        took = {"images": len(images), "passes": passes, "seconds": seconds}
+        seconds = time.perf_counter() - started
+        cost: dict[str, Any] = {"images": len(images), "passes": passes, "seconds": seconds}
         if name is not None:
-            measured: Any = self.defense.engine
-            needed = passes - sum(again.values()) - (again.get("fp32", 0) if measured.tau_tf32 is not None else 0)
-            rates = {"passes": passes, "needed": needed, "images": len(images)}
-            per_second = {f"{what}_per_second": number / seconds for what, number in rates.items()}
-            self.rows.append({"name": name, **took, "needed": needed, "decided_again": dict(again), **per_second})
-        return found.cpu(), took | {"peak_bytes": peak}
+            engine: Any = self.defense.engine
+            needed = passes - sum(again.values())
+            if engine.tau_tf32 is not None:  # a label that float32 decided was tried in TF32 before
+                needed -= again.get("fp32", 0)
+            row = {"name": name, **cost, "needed": needed, "decided_again": dict(again)}
+            for counted in ("passes", "needed", "images"):
+                row[f"{counted}_per_second"] = row[counted] / seconds
+            self.rows.append(row)
+        return answers.cpu(), {**cost, "peak_bytes": (peak_memory(device) or 0) - held}
 
     def certify(self, name: str | None = None, count: int | None = None, **changes: Any) -> tuple[Tensor, Any]:
-        """`timed`, of the defence with these changes, its counts at zero."""
+        """Time a copy of the defence with these changes."""
         return self.timed(ours(replace(self.defense, **changes)), name, count)
 
 
 def ours(defense: PatchCleanser, *, predict: bool = False) -> Work:
+    """Certification or prediction by a fresh defence, in its own batches."""
+
     def work(images: Tensor, labels: Tensor) -> tuple[Tensor, int, Mapping[str, int]]:
         size = defense.images_at_once
         batches = zip(images.split(size), labels.split(size), strict=True)
-        found = [defense.predict(x) if predict else defense.certify(x, y).certified for x, y in batches]
+        answers = [defense.predict(x) if predict else defense.certify(x, y).certified for x, y in batches]
         again: Counter[str] = Counter()
         for redone in defense.evaluator.audit.redone.values():
             again.update(redone.steps)
-        return torch.cat(found), defense.evaluator.passes, again
+        return torch.cat(answers), defense.evaluator.passes, again
 
     return work
 
@@ -98,18 +99,19 @@ def ours(defense: PatchCleanser, *, predict: bool = False) -> Work:
 def open_subject(
     defense: Any, source: ImageSource, *, limit: int | None, workers: int | None, surviving: bool
 ) -> Subject:
-    """Where the data has other classes than the network, its own answers are the labels."""
+    """Load the images and measure τ. If the data has other classes than the network, its own answers are the labels."""
     classifier, device = defense.classifier, device_of(defense)
     preprocessing = preprocessing_for(classifier, source.low_resolution, classifier.input_size)
-    indices, workers = spread_indices(source, limit), workers or default_workers()
+    indices = spread_indices(source, limit)
+    workers = workers or default_workers()
     batches = list(iterate_batches(source, preprocessing, indices, batch_size=64, workers=workers, skip_bad=True))
     images = as_images(torch.cat([batch.images for batch in batches]), device)
-    if surviving:  # label 0 wins for every image, which survives to the last pair; a pass costs what it costs
+    if surviving:  # label 0 always wins, so every image survives to the last pair
         for network in (one for one in classifier.modules() if isinstance(one, ImageClassifier)):
             bias = getattr(getattr(network.module, "get_classifier", lambda: None)(), "bias", None)
             if bias is None:
                 raise InputError("surviving needs a network whose last layer has a bias, as timm's have")
-            bias.data[0] += SHIFT
+            bias.data[0] += 100
     engine, drift = measure_tau(defense, source, indices, preprocessing)  # type: ignore[misc]
     defense = defense.with_engine(engine)
     try:
@@ -133,31 +135,23 @@ def measure(
     seconds: float = 1.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Everything that `patchproof bench` shows or writes, by name."""
+    """Measure everything that `patchproof bench` shows or writes, by name."""
     if peer_images < 0 or seconds <= 0:
         raise InputError("peer_images cannot be negative, and seconds must be positive")
     if getattr(defense, "name", None) != PatchCleanser.name:
         raise InputError(f"bench measures {PatchCleanser.name}, not {defense.name}")
     subject = open_subject(defense, source, limit=limit, workers=workers, surviving=surviving)
     defense, images, labels = subject.defense, subject.images, subject.labels
-    engine: Any = defense.engine
-    classifier: Any = defense.classifier
-    masks, device = defense.masks, images.device
+    classifier, masks, engine = defense.classifier, defense.masks, defense.engine
     say(f"the bare network {classifier.architecture}, {engine.batch_size} images at once")
-    network, size = getattr(classifier, "module", classifier), int(engine.batch_size)
-    chunk = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
-    ways = {"fp32": ("fp32", False), engine.fast: (engine.fast, False)}
-    ways |= {f"{engine.fast} compiled": (engine.fast, True)} if engine.compile else {}
-    raw = {
-        name: raw_rate(network, chunk, precision=precision, compiled=compiled, seconds=seconds)
-        for name, (precision, compiled) in ways.items()
-    }
+    raw = raw_rates(getattr(classifier, "module", classifier), images, engine, seconds=seconds)
+
     say(f"ours: {len(images)} images, {len(masks)} masks, at most {len(masks.unions)} passes per image")
     first = images[: defense.images_at_once], labels[: defense.images_at_once]
     for warm in (replace(defense), replace(defense, exhaustive=True)):  # compiles, chooses kernels
         warm.certify(*first)
     replace(defense).predict(first[0])
-    every, took = subject.certify("ours, every pair", exhaustive=True)
+    every, cost = subject.certify("ours, every pair", exhaustive=True)
     if getattr(classifier, "drop_tokens", False):
         say("the same masks, no token dropped")
         unmeasured = Engine(precision=engine.precision, batch_size=engine.batch_size, compile=engine.compile)
@@ -168,10 +162,11 @@ def measure(
     verdicts, _ = subject.certify("ours, early exit")
     answers, _ = subject.timed(ours(replace(defense), predict=True), "ours, predict")
     differ = {"every pair": int((verdicts != every).sum())}
-    if count := peer_images:
-        count = min(count, len(images))
+
+    count = min(peer_images, len(images))
+    if count:
         say(f"a loop like the published one, {count} {'image' if count == 1 else 'images'}")
-        for size in (PEER_BATCH, 1):  # its batch sizes; for each, a GPU's kernels are chosen before the clock starts
+        for size in (PEER_BATCH, 1):  # its batch sizes: a GPU's kernels are chosen before the clock starts
             classifier(images[:count][:size])
         peers, _ = subject.timed(lambda x, y: (*peer_certify(classifier, x, y, masks), {}), "peer, certify", count)
         differ["peer"] = int((verdicts[:count] != peers).sum())
@@ -182,13 +177,14 @@ def measure(
         exact = replace(engine, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
         found, _ = subject.certify("reference, float32", engine=exact, exhaustive=True)
         differ["reference"] = int((verdicts != found).sum())
+
     alone, latencies = replace(defense), []
     for image in images[:LATENCIES].split(1):
         started = time.perf_counter()
         alone.predict(image).tolist()
         latencies.append(time.perf_counter() - started)
     return {
-        "machine": {"device": device_name(device), "system": platform.system(), "versions": versions()},
+        "machine": {"device": device_name(images.device), "system": platform.system(), "versions": versions()},
         "model": classifier.architecture,
         "images": len(images),
         "masks": len(masks),
@@ -200,29 +196,36 @@ def measure(
         "drift": asdict(subject.drift),
         "raw_passes_per_second": raw,
         "rows": subject.rows,
-        "latency": {
-            "images": len(latencies),
-            "median": statistics.median(latencies),
-            "largest": max(latencies),
-        },
+        "latency": {"images": len(latencies), "median": statistics.median(latencies), "largest": max(latencies)},
         "certified": int(verdicts.sum()),
         "differ": differ,
-        "peak_bytes": took["peak_bytes"],
+        "peak_bytes": cost["peak_bytes"],
         "scaling": cost_growth(subject, say) if scaling else {},
     }
 
 
 def cost_growth(subject: Subject, say: Callable[[str], None]) -> dict[str, Any]:
-    """How cost grows with the masks per axis, and with the number of images."""
+    """Cost of certification by masks per axis, and by number of images."""
     by_masks, images = [], len(subject.images)
-    for per_axis in SCALED_MASKS:
+    for per_axis in range(2, 9):
         masks = masks_for(subject.defense.classifier, subject.defense.threat, per_axis=per_axis)
         say(f"{len(masks)} masks")
-        count = max(1, min(images, SCALED_PASSES // len(masks.unions)))
-        _, took = subject.certify(count=count, masks=masks)
-        by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions)} | took)
+        _, cost = subject.certify(count=min(images, max(1, SCALED_PASSES // len(masks.unions))), masks=masks)
+        by_masks.append({"per_axis": per_axis, "masks": len(masks), "pairs": len(masks.unions), **cost})
     quarters = sorted({max(1, images * part // 4) for part in range(1, 5)})
     return {"masks": by_masks, "images": [subject.certify(count=count)[1] for count in quarters]}
+
+
+def raw_rates(network: nn.Module, images: Float[Tensor, "b c h w"], engine: Any, *, seconds: float) -> dict[str, float]:
+    """Rates of the bare network at the engine's batch size, by precision."""
+    size = int(engine.batch_size)
+    batch = images.repeat(-(-size // len(images)), 1, 1, 1)[:size]
+    precisions = dict.fromkeys(("fp32", engine.fast))
+    rates = {name: raw_rate(network, batch, precision=name, seconds=seconds) for name in precisions}
+    if engine.compile:
+        compiled = raw_rate(network, batch, precision=engine.fast, compiled=True, seconds=seconds)
+        rates[f"{engine.fast} compiled"] = compiled
+    return rates
 
 
 def raw_rate(
@@ -233,39 +236,31 @@ def raw_rate(
     compiled: bool = False,
     seconds: float = 1.0,
 ) -> float:
-    """Forward passes per second of the bare network, again and again on one batch in memory: no masks, no reading.
+    """Forward passes per second of the bare network on one batch in memory: no masks, no reading.
 
-    The better of a network converted to the type of `precision` and, where that is bf16 or fp16, autocast; channels
-    last, which is the faster layout on GPUs and CPUs alike.
+    The network is converted to `precision`, in channels-last format, which is faster on GPUs and CPUs alike.
     """
-    dtype, device = AUTOCAST.get(precision), images.device
-    images = images.contiguous(memory_format=torch.channels_last)
-    plain = copy.deepcopy(network).eval().to(memory_format=torch.channels_last)
-    converted = plain if dtype is None else copy.deepcopy(plain).to(dtype)
+    dtype, device = AUTOCAST.get(precision, torch.float32), images.device
+    bare = copy.deepcopy(network).eval().to(dtype).to(memory_format=torch.channels_last)
+    batch = images.to(dtype).contiguous(memory_format=torch.channels_last)
     if compiled:
-        converted.compile(dynamic=False)
-    ways = [(converted, images if dtype is None else images.to(dtype), False)]
-    if dtype is not None and not compiled:
-        ways.append((plain, images, True))
-    rates = []
-    for bare, batch, mixed in ways:
-        autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed, cache_enabled=False)
-        with torch.inference_mode(), tf32(precision != "fp32"), autocast:
-            for _ in range(2):
-                bare(batch)
-            wait(device)
-            passes, started = 0, time.perf_counter()
-            while time.perf_counter() - started < seconds:
-                bare(batch)
-                passes += len(batch)
-                if passes % (4 * len(batch)) == 0:
-                    wait(device)
-            wait(device)
-            rates.append(passes / (time.perf_counter() - started))
-    return max(rates)
+        bare.compile(dynamic=False)
+    with torch.inference_mode(), tf32(precision != "fp32"):
+        for _ in range(2):
+            bare(batch)
+        wait(device)
+        passes, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            bare(batch)
+            passes += len(batch)
+            if passes % (4 * len(batch)) == 0:
+                wait(device)
+        wait(device)
+        return passes / (time.perf_counter() - started)
 
 
 def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -273,10 +268,10 @@ def wait(device: torch.device) -> None:
 def peer_certify(
     classifier: Classifier, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], masks: MaskSet
 ) -> tuple[Bool[Tensor, " b"], int]:
-    """Certified or not, and the passes it took, the way PatchCleanser's scripts do it (Xiang et al. 2022).
+    """Certify as PatchCleanser's scripts do (Xiang et al. 2022); the result and the number of passes.
 
-    Batches of 16 images; one forward pass of the batch for each pair of masks, all pairs, whatever came before; float32
-    as torch sets it up, gradients on, and each answer fetched at once.
+    Batches of 16 images; one pass of a batch for each pair of masks, without early exit; float32 as torch sets it up,
+    gradients on, and each answer fetched at once.
     """
     keep = masks.keep(images.device)
     certified, passes = [], 0
@@ -293,7 +288,7 @@ def peer_certify(
 def peer_predict(
     classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet
 ) -> tuple[Int64[Tensor, " b"], int]:
-    """Double masking the same way: a pass for each mask, and for each disagreeing copy once more for every mask."""
+    """Predict by double masking the same way: a pass per mask, and for each disagreeing copy one more per mask."""
     keep = masks.keep(images.device)
     answers, passes = [], 0
     for batch in images.split(PEER_BATCH):

@@ -1,4 +1,4 @@
-"""Interval bounds (Gowal et al. 2018): how far logits can move when pixels take any value of an interval."""
+"""Interval bounds (Gowal et al. 2018): how far margins can move while each pixel varies within an interval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSABLE: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.AvgPool2d: lambda layer: layer.divisor_override is None,
     **dict.fromkeys((nn.Linear, nn.ReLU, nn.Identity), lambda layer: True),
 }
-"""Layers of exactly these types, for a subclass may compute something else, and what must hold of them."""
+"""Layers that bounds can pass, and the condition on each. The type must be exact: a subclass may compute anything."""
 
 
 class Interval(NamedTuple):
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     @property
     def size(self) -> Float[Tensor, "b 1"]:
-        """The largest absolute value that each image has in it."""
+        """The largest absolute value in the interval, for each image."""
         return (self.middle.abs() + self.radius).flatten(1).amax(dim=1, keepdim=True)
 
     def widened(self, by: Float[Tensor, "b _"]) -> Interval:
@@ -48,19 +48,21 @@ def margin_bounds(
     *,
     rounding: bool = True,
 ) -> Float[Tensor, "b classes"]:
-    """Lower bounds of logit_y − logit_c over all images between `lower` and `upper`, the last layer folded in.
+    """Lower bounds of logit_y − logit_c over all images between `lower` and `upper`.
 
-    With `rounding`, they hold for the network as computed in the type of `lower`, not only for exact numbers: a sum of
-    n products in any order is off by at most γ·Σ|w·x|, γ = n·u/(1 − n·u) (Higham 2002, §3.1), and every layer widens
-    its interval by more than twice that, once for its own arithmetic and once for the network's. In float64 this comes
-    to some 1e-10. It does not hold for TF32 or Winograd convolutions, which float64 has not.
+    A final linear layer is applied to the difference of its rows, which is tighter than bounding each logit.
+
+    With `rounding`, the bounds hold for the network as computed in the dtype of `lower`, not only in exact arithmetic:
+    a sum of n products in any order is off by at most γ·Σ|w·x| with γ = n·u/(1 − n·u) (Higham 2002, §3.1). Every layer
+    widens its interval by more than twice that, once for its own arithmetic and once for the network's. In float64 this
+    adds about 1e-10. It does not cover TF32 or Winograd convolutions, which do not exist for float64.
     """
     layers = list(passable_layers(classifier))
-    last = layers[-1] if isinstance(layers[-1], nn.Linear) else None
+    last: Any = layers.pop() if isinstance(layers[-1], nn.Linear) else None
     x = Interval((upper + lower) / 2, (upper - lower) / 2)
     if rounding:
         x = x.widened(_gamma(1, lower) * x.size)
-    for layer in layers if last is None else layers[:-1]:
+    for layer in layers:
         x = _passed(layer, x, rounding=rounding)
     if last is None:
         weight = torch.eye(x.middle.shape[1]).to(x.middle)
@@ -77,27 +79,29 @@ def margin_bounds(
 
 
 def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a composition in their order; one that bounds cannot pass is refused by its name."""
-    if isinstance(network, ImageClassifier) and type(network).forward is ImageClassifier.forward:
+    """Yield the layers of a sequential network in order; a layer that bounds cannot pass is refused by name."""
+    if type(network) is ImageClassifier:
         yield Normalisation(network)
         yield from passable_layers(network.module)
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
         for part in network:
             yield from passable_layers(part)
-    elif not PASSABLE.get(type(network), lambda layer: False)(network):
-        mode = " in training mode" if isinstance(network, nn.modules.batchnorm._BatchNorm) and network.training else ""
-        details = f" ({network})" if type(network) in PASSABLE else ""
+    elif type(network) not in PASSABLE or not PASSABLE[type(network)](network):
+        name = type(network).__name__
+        if isinstance(network, nn.modules.batchnorm._BatchNorm) and network.training:
+            name += " in training mode"
+        if type(network) in PASSABLE:
+            name += f" ({network})"
         known = ", ".join(kind.__name__ for kind in PASSABLE)
         raise InputError(
-            f"interval bounds cannot pass the layer {type(network).__name__}{mode}{details}, only {known} and "
-            "Sequential, as in the model `cnn_ibp`"
+            f"interval bounds cannot pass the layer {name}, only {known} and Sequential, as in the model `cnn_ibp`"
         )
     elif not isinstance(network, nn.Identity):
         yield network
 
 
 class Normalisation(nn.Module):
-    """The (x − mean) / std of a classifier as a layer."""
+    """The step (x − mean) / std of a classifier, as a layer."""
 
     def __init__(self, classifier: ImageClassifier) -> None:
         super().__init__()
@@ -105,9 +109,9 @@ class Normalisation(nn.Module):
 
 
 def _passed(layer: nn.Module, x: Interval, *, rounding: bool) -> Interval:
-    """What leaves a layer when `x` enters it.
+    """Return the interval of the layer's outputs for inputs in `x`.
 
-    `norm` is Σ|w| and `offset` the size of what is added, per output channel; `terms` are summed.
+    For rounding: each output sums `terms` products, `norm` is their Σ|w| and `offset` the size of what is added.
     """
     if isinstance(layer, nn.Flatten):
         return Interval(x.middle.flatten(1), x.radius.flatten(1))
@@ -149,5 +153,5 @@ def _weight_and_bias(layer: nn.Conv2d | nn.Linear, like: Tensor) -> tuple[Tensor
 
 
 def _gamma(terms: int, like: Tensor) -> float:
-    """More than twice γ for a sum of so many terms, its products and a few operations before and after it."""
+    """More than twice the γ of a sum of `terms` products, with a few operations before and after it."""
     return 4 * (terms + 8) * torch.finfo(like.dtype).eps / 2

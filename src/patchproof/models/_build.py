@@ -26,15 +26,15 @@ WORDNET_ID = re.compile(r"n\d{8}")
 
 
 def list_models(pattern: str = "") -> list[str]:
-    """Names that match a wildcard, the package's own and timm's."""
+    """Names of the package's own and timm's architectures that match a wildcard."""
     import timm
 
     return [name for name in (*NETWORKS, *timm.list_models()) if fnmatch(name, pattern or "*")]
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """(architecture, tag or ""); names that timm has given up are read as their successors, a factory without the
-    folder that its file is in."""
+    """Return (architecture, tag or ""). A name that timm has deprecated becomes its successor; a factory loses its
+    folder."""
     import timm
     from timm.models import get_deprecated_models
 
@@ -56,31 +56,26 @@ def split_name(model: str) -> tuple[str, str]:
 
 
 def tags_of(architecture: str) -> list[str]:
-    """The tags under which timm has weights for an architecture."""
+    """Tags under which timm has weights for an architecture."""
     import timm
 
     return [name.partition(".")[2] for name in timm.list_pretrained(architecture)]
 
 
 def build(
-    model: str,
-    *,
-    num_classes: int | None = None,
-    input_size: Size | None = None,
-    channels: int | None = None,
-    model_args: Mapping[str, Any] | None = None,
+    model: str, num_classes: int | None, input_size: Size | None, model_args: Mapping[str, Any] | None = None
 ) -> ImageClassifier:
-    """The architecture with fresh weights."""
+    """Build the architecture with fresh weights; None stands for its own number of classes or input size."""
     if is_own(model):
-        return build_own(model, num_classes=num_classes, input_size=input_size)
+        return build_own(model, num_classes, input_size)
     if model not in NETWORKS:
-        name, classes = ".".join(filter(None, split_name(model))), num_classes or 1000
-        return build_timm(name, num_classes=classes, input_size=input_size, channels=channels, model_args=model_args)
+        name = ".".join(filter(None, split_name(model)))
+        return build_timm(name, num_classes=num_classes or 1000, input_size=input_size, model_args=model_args)
     known = NETWORKS[model]
     sized = {"input_size": input_size or known.input_size} if known.sized else {}
-    module = known.make(num_classes or 10, channels=channels or 3, **sized)
-    cfg = {"architecture": model, "mean": known.mean, "std": known.std, "interpolation": "bilinear"}
-    return wrap(module, cfg | {"input_size": (3, *known.input_size)}, input_size=input_size, channels=channels)
+    module = known.make(num_classes or 10, **sized)
+    cfg = {"architecture": model, "interpolation": "bilinear", "input_size": (3, *known.input_size)}
+    return wrap(module, {**cfg, "mean": known.mean, "std": known.std}, input_size=input_size)
 
 
 def build_timm(
@@ -88,18 +83,17 @@ def build_timm(
     *,
     num_classes: int | None = None,
     input_size: Size | None = None,
-    channels: int | None = None,
     model_args: Mapping[str, Any] | None = None,
     pretrained: bool = False,
 ) -> ImageClassifier:
-    """A timm network with fresh weights, or with those of its tag; its settings from timm's `pretrained_cfg`."""
+    """Build a timm network with fresh weights or those of its tag; its settings come from timm's `pretrained_cfg`."""
     import timm
 
     arguments = dict(model_args or {})
-    size, in_chans = arguments.pop("img_size", None), arguments.pop("in_chans", None)
+    size, channels = arguments.pop("img_size", None), arguments.pop("in_chans", None)
     arguments.pop("num_classes", None)
-    input_size = input_size or ((size, size) if isinstance(size, int) else size and (int(size[0]), int(size[1])))
-    channels = channels or in_chans
+    if input_size is None and size:
+        input_size = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels, "pretrained": pretrained, **arguments}
     try:
         sized: dict[str, Any] = {} if input_size is None else {"img_size": input_size}
@@ -107,7 +101,7 @@ def build_timm(
     except TypeError as error:
         if input_size is None or "img_size" not in str(error):
             raise
-        module = timm.create_model(model, **options)  # a network that takes any size has no such argument
+        module = timm.create_model(model, **options)  # networks that take any size have no such argument
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         if input_size is None:
             raise
@@ -126,12 +120,15 @@ def wrap(
     channels: int | None = None,
     model_args: Mapping[str, Any] | None = None,
 ) -> ImageClassifier:
-    """A module with its settings, under the names of timm's `pretrained_cfg`; run once if it is given another input
-    size than theirs. Another number of channels takes the average of the mean and std."""
+    """Wrap a module with the settings of a timm `pretrained_cfg`; an input size other than the one there is tried once.
+
+    For another number of channels, mean and std are averaged.
+    """
     mean, std = cfg["mean"], cfg["std"]
-    if channels not in (None, len(mean)):
-        mean, std = ((sum(values) / len(values),) * int(channels or 0) for values in (mean, std))
-    interpolation, native = cfg.get("interpolation"), tuple(cfg["input_size"][1:])
+    if channels is not None and channels != len(mean):
+        mean, std = ((sum(values) / len(values),) * channels for values in (mean, std))
+    interpolation = cfg.get("interpolation")
+    native = tuple(cfg["input_size"][1:])
     classifier = ImageClassifier(
         module,
         mean=mean,
@@ -144,18 +141,18 @@ def wrap(
         model_args=model_args,
     )
     if classifier.input_size != native:
-        require_runs(classifier)
+        count_logits(classifier)
     return classifier
 
 
-def require_runs(classifier: ImageClassifier) -> int:
-    """How many logits the network gives for one blank image of its input size; InputError where it cannot run."""
+def count_logits(classifier: ImageClassifier) -> int:
+    """Return the number of logits for a blank image of the classifier's input size; InputError if it cannot run."""
     shape = (1, len(classifier.shift), *classifier.input_size)
     wanted = "x".join(map(str, shape))
     try:
         with torch.no_grad():
             logits = classifier.eval().module(torch.zeros(shape))  # zero = the mean colour, normalised
-    except Exception as error:  # the network is anybody's code
+    except Exception as error:  # the network may be the user's code
         raise InputError(
             f"{classifier.architecture} cannot take images of {wanted}: {failure(error)}; "
             "give the input size it was made for"
@@ -166,15 +163,15 @@ def require_runs(classifier: ImageClassifier) -> int:
     return logits.shape[1]
 
 
-def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | None = None) -> ImageClassifier:
-    """What the factory `package.module:factory` or `path/to/file.py:factory` returns, wrapped if it is not an
-    ImageClassifier yet; its classes are counted.
+def build_own(spec: str, num_classes: int | None, input_size: Size | None) -> ImageClassifier:
+    """Call the factory `package.module:factory` or `path/to/file.py:factory`, wrap what it returns, count its classes.
 
-    A plain module is given the [0, 1] images as they are (`adopt`); a factory that wants a normalisation returns an
+    A plain module is given the [0, 1] images as they are (`adopt`). A factory that wants a normalisation returns an
     ImageClassifier, or a timm network, whose settings are then used.
     """
     location, _, name = spec.rpartition(":")
-    path, expected = Path(location).expanduser(), "expected package.module:factory or path/to/file.py:factory"
+    path = Path(location).expanduser()
+    expected = "expected package.module:factory or path/to/file.py:factory"
     if location.endswith(".py") and not path.is_file():
         raise InputError(f"no file {path}; {expected}")
     try:
@@ -194,13 +191,14 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
     try:
         parameters = inspect.signature(factory).parameters.values()
         takes_classes = any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters)
-        module = factory(**{"num_classes": num_classes} if takes_classes and num_classes is not None else {})
+        module = factory(num_classes=num_classes) if takes_classes and num_classes is not None else factory()
     except Exception as error:  # the factory is the user's code
         raise InputError(f"{spec} failed when called: {failure(error)}") from error
     if not isinstance(module, nn.Module):
         raise InputError(f"{spec} must return a torch.nn.Module or an ImageClassifier, got {type(module).__name__}")
-    module = module.to("cpu", torch.float32)  # what follows runs it once
-    if isinstance(cfg := getattr(module, "pretrained_cfg", None), dict):
+    module = module.to("cpu", torch.float32)  # it is run below
+    cfg = getattr(module, "pretrained_cfg", None)
+    if isinstance(cfg, dict):
         classifier = wrap(module, cfg)
     else:
         if input_size is None and not isinstance(module, ImageClassifier):
@@ -208,7 +206,7 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
         classifier = adopt(module, input_size=input_size or (224, 224), num_classes=1)
     size = input_size or classifier.input_size
     classifier = rewrap(classifier, architecture=spec, source=f"as made by {spec}", input_size=size)
-    classes = require_runs(classifier)
+    classes = count_logits(classifier)
     if num_classes not in (None, classes):
         raise InputError(
             f"{spec} gives {classes} logits, but {num_classes} classes are expected; "
@@ -219,9 +217,10 @@ def build_own(spec: str, *, num_classes: int | None = None, input_size: Size | N
 
 
 def wordnet_words(name: str) -> str | None:
-    """What a WordNet id of ImageNet stands for, `tench` for n01440764; None for any other name."""
-    info = imagenet_info() if WORDNET_ID.fullmatch(name) else None
-    return str(info.label_name_to_description(name)).split(",")[0] if info and name in info.label_names() else None
+    """The English word for a WordNet id of ImageNet, e.g. `tench` for n01440764; None for any other name."""
+    if not WORDNET_ID.fullmatch(name) or name not in imagenet_info().label_names():
+        return None
+    return str(imagenet_info().label_name_to_description(name)).split(",")[0]
 
 
 @cache

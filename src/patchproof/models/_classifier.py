@@ -21,7 +21,7 @@ from patchproof.types import Classifier, InputError, Interpolation, Size, requir
 
 
 class Wrapped:
-    """What a network can do beside its logits, asked with images in [0, 1]; attributes are absent where it cannot."""
+    """A network and how images are prepared for it. `masked` and `local_logits` are missing if the network has none."""
 
     module: nn.Module
     fill: Any
@@ -34,10 +34,10 @@ class Wrapped:
 
     @property
     def masked(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Images (b c h w), keep (Bool b 1 h w, True = visible) -> logits by the module's own way to hide pixels."""
+        """(images, keep Bool "b 1 h w", True = visible) -> logits, if the network has its own way to hide pixels."""
         if self.drop_tokens:
             return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
-        hide: Any = self.module.masked  # AttributeError where there is none
+        hide: Any = self.module.masked  # AttributeError if there is none
         return lambda images, keep: hide(self.prepared(images), keep)
 
     @property
@@ -48,8 +48,7 @@ class Wrapped:
 
 
 class Core(Wrapped):
-    """A wrapped network asked with images that are `prepared` already, once for all their masked copies; so is the
-    mask colour `fill`."""
+    """The network of a classifier, for images and a mask colour prepared once for all masked copies."""
 
     def __init__(self, outer: Wrapped, fill: Float[Tensor, "c 1 1"]) -> None:
         self.module, self.drop_tokens, self.token_pass = outer.module, outer.drop_tokens, outer.token_pass
@@ -65,11 +64,12 @@ class Core(Wrapped):
 class ImageClassifier(Wrapped, nn.Module):
     """F(x) = module((x - mean) / std): images in [0, 1] -> logits.
 
-    `fill` is the mask colour, by default the mean, which is zero after normalising. `shift` and `scale` are mean and
-    std as plain floats. `architecture` names what was built and `source` says in words where the weights came from;
-    `model_args` are further arguments that the architecture was built with; `history` is what a checkpoint says of its
-    training. With `drop_tokens`, a vision transformer is shown only the tokens that a mask leaves visible; then
-    `token_size` is their size in pixels, which masks are aligned to.
+    - `fill`: the mask colour; by default the mean, which is zero after normalising.
+    - `shift`, `scale`: mean and std as plain floats.
+    - `architecture`, `model_args`: what was built, and further arguments it was built with.
+    - `source`: where the weights came from, in words; `history`: what a checkpoint records of its training.
+    - `drop_tokens`: a vision transformer is given only the tokens that a mask leaves visible. `token_size` is then
+      their size in pixels, and masks are aligned to it.
     """
 
     mean: Tensor
@@ -93,18 +93,19 @@ class ImageClassifier(Wrapped, nn.Module):
         drop_tokens: bool = False,
     ) -> None:
         super().__init__()
-        shift, scale, size = tuple(map(float, mean)), tuple(map(float, std)), tuple(map(int, input_size))
-        names, channels = None if class_names is None else tuple(class_names), len(shift)
-        if channels != len(scale) or not channels:
-            raise InputError(f"mean and std need one value per channel each, got {channels} and {len(scale)} values")
+        shift, scale = tuple(map(float, mean)), tuple(map(float, std))
+        size: Any = tuple(map(int, input_size))
+        names = None if class_names is None else tuple(class_names)
+        if not shift or len(shift) != len(scale):
+            raise InputError(f"mean and std need one value per channel each, got {len(shift)} and {len(scale)} values")
         if not all(0 <= value <= 1 for value in shift):
             raise InputError(f"mean must be within [0, 1] as the images are, got {shift}; divide 0-255 values by 255")
-        if not all(value > 0 and math.isfinite(value) for value in scale):
+        if not all(0 < value < math.inf for value in scale):
             raise InputError(f"std must be positive and finite, got {scale}")
         if len(size) != 2 or min(size) < 1:
             raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {size}")
         require_one_of("interpolation", interpolation, get_args(Interpolation))
-        if not (crop_pct > 0 and math.isfinite(crop_pct)):
+        if not 0 < crop_pct < math.inf:
             raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
         if num_classes < 1:
             raise InputError(f"num_classes must be at least 1, got {num_classes}; a classifier needs a head")
@@ -118,7 +119,7 @@ class ImageClassifier(Wrapped, nn.Module):
         # Not persistent: the state dict is the network's own; mean and std travel in classifier.json.
         self.register_buffer("mean", torch.tensor(shift), persistent=False)
         self.register_buffer("std", torch.tensor(scale), persistent=False)
-        self.input_size: Size = size  # type: ignore[assignment]
+        self.input_size: Size = size
         self.num_classes, self.class_names = int(num_classes), names
         self.interpolation: Interpolation = interpolation
         self.crop_pct = float(crop_pct)
@@ -130,8 +131,8 @@ class ImageClassifier(Wrapped, nn.Module):
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
         self.fill = shift if fill is None else fill
         self.fill = mask_colour(self)
-        if len(self.fill) != channels:
-            raise InputError(f"fill needs one value in [0, 1] per channel ({channels}), got {self.fill}")
+        if len(self.fill) != len(shift):
+            raise InputError(f"fill needs one value in [0, 1] per channel ({len(shift)}), got {self.fill}")
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images in [0, 1]."""
@@ -144,36 +145,36 @@ class ImageClassifier(Wrapped, nn.Module):
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
-        """(size, stride, offset) in pixels: cell (r, q) sees rows offset + r·stride … + size − 1, columns likewise."""
+        """(size, stride, offset) in pixels: cell (r, q) sees rows offset + r·stride … + size − 1; columns likewise."""
         return self.module.receptive_field  # type: ignore[return-value]
 
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Lowered | None:
-        """F computed in `dtype`, after normalising in float32, on a copy of the network that follows its weights.
+        """F computed in `dtype`: images are normalised in float32, then a fast copy that follows the weights runs.
 
-        None where the network cannot be converted; autocast may still run it.
+        None if the network cannot be converted; autocast may still run it.
         """
         twin = self._twins.get((dtype, compiled))
         if twin is None or twin.structure != structure_of(self.module):
             shape = len(self.shift), *self.input_size
             twin = self._twins[dtype, compiled] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and twin.network is not None:
-                # For any number of images and tokens.
+                # dynamic: for any number of images and tokens
                 twin.token_pass = torch.compile(partial(token_pass, twin.network), dynamic=True)
         network = twin.following(self.module)
         return None if network is None else Lowered(self, network, dtype, twin.token_pass)
 
     def refresh(self) -> None:
-        """Have the copies that `lowered` keeps take over the weights at their next use, however they were changed."""
+        """Make the fast copies of `lowered` take over the weights at their next use, however they were changed."""
         for twin in self._twins.values():
             twin.seen = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the twins: a copy of a classifier makes its own."""
+        """Leave out the fast copies: a copy of a classifier makes its own."""
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
 class Lowered(Wrapped):
-    """The classifier computed by `module`, a copy of its network in `dtype`."""
+    """A classifier computed by `module`, a copy of its network in `dtype`."""
 
     def __init__(
         self, classifier: ImageClassifier, module: nn.Module, dtype: torch.dtype, token_pass: TokenPass | None
@@ -189,8 +190,7 @@ class Lowered(Wrapped):
 
 
 def only_prepares(classifier: Any) -> bool:
-    """Whether it does nothing but prepare images for its module, so that a `Core` can take its place: a subclass, a
-    hook or a forward of its own may do more."""
+    """True if a `Core` can take its place: a classifier of these types without hooks or methods of its own."""
     if type(classifier) not in (ImageClassifier, Lowered):
         return False
     added = ("_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl", "forward", "prepared")
@@ -198,22 +198,23 @@ def only_prepares(classifier: Any) -> bool:
 
 
 def adopt(module: nn.Module, *, input_size: Size, num_classes: int, channels: int = 3) -> ImageClassifier:
-    """An ImageClassifier as it is; any other module wrapped with mean 0 and std 1, so that it sees the same pixels."""
+    """Return an ImageClassifier as it is; wrap any other module with mean 0 and std 1, which changes no pixel."""
     if isinstance(module, ImageClassifier):
         return module
-    mean, std, fill = (0.0,) * channels, (1.0,) * channels, getattr(module, "fill", (0.5,) * channels)
+    mean, std = (0.0,) * channels, (1.0,) * channels
+    fill: Any = getattr(module, "fill", (0.5,) * channels)
     return ImageClassifier(module, mean=mean, std=std, fill=fill, input_size=input_size, num_classes=num_classes)
 
 
 def settings(classifier: ImageClassifier) -> dict[str, Any]:
-    """The keyword arguments that wrap a module just as `classifier` wraps its own."""
+    """The keyword arguments of ImageClassifier that wrap a module as `classifier` wraps its own."""
     names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct", "architecture", "source")
     kept = {name: getattr(classifier, name) for name in (*names, "model_args", "fill", "drop_tokens")}
     return {"mean": classifier.shift, "std": classifier.scale, **kept}
 
 
 def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **changes: Any) -> ImageClassifier:
-    """The same classifier with some settings (or its module) changed, in the same mode and on the same device."""
+    """A classifier with some settings (or the module) changed, in the same mode and on the same device."""
     new = ImageClassifier(classifier.module if module is None else module, **settings(classifier) | changes)
     new.mean, new.std = new.mean.to(classifier.mean), new.std.to(classifier.std)
     new.training, new.history = classifier.training, classifier.history
@@ -222,14 +223,14 @@ def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **ch
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's CPU generator starts at `seed`; afterwards it is as it was. No other generator is touched."""
+    """Start torch's CPU generator at `seed`, and restore it afterwards. No other generator is touched."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
-    """The classifier's `fill` as plain numbers; None where it has none, which means mid-grey."""
+    """The classifier's `fill` as plain numbers; None if it has none, which means mid-grey."""
     fill = getattr(classifier, "fill", None)
     if fill is None:
         return None
@@ -245,31 +246,35 @@ def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
 
 
 def weights_sha256(classifier: Classifier) -> str | None:
-    """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names, mean and std included, and
-    whether tokens are dropped; of an ensemble, those of its members, and mask colours other than the mean.
+    """The identity of a classifier: a SHA-256 over its weights, mean and std, and whether it drops tokens.
 
-    None where a classifier is no nn.Module, so that its weights are unknown.
+    For an ensemble, it covers the members' digests and mask colours other than the mean. None if the weights are
+    unknown, because a classifier is no nn.Module.
     """
     if isinstance(classifier, ImageClassifier):
         state = classifier.module.state_dict()
         return state_sha256(state, classifier.mean, classifier.std, drop_tokens=classifier.drop_tokens)
-    members = getattr(classifier, "members", None)  # an ensemble's
-    if members is not None:
-        parts: list[Any] = [weights_sha256(member) for member in members]
-        parts += ["mirrored"] if getattr(classifier, "mirrored", False) else []
-        own = [(n, mask_colour(m)) for n, m in enumerate(members) if isinstance(m, ImageClassifier)]
-        parts += [[n, colour] for n, colour in own if colour != members[n].shift]
-        return None if None in parts else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
+    members = getattr(classifier, "members", None)
+    if members is None:
+        return state_sha256(classifier.state_dict()) if isinstance(classifier, nn.Module) else None
+    parts: list[Any] = [weights_sha256(member) for member in members]
+    if None in parts:
+        return None
+    if getattr(classifier, "mirrored", False):
+        parts.append("mirrored")
+    for position, member in enumerate(members):
+        if isinstance(member, ImageClassifier) and mask_colour(member) != member.shift:
+            parts.append([position, mask_colour(member)])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def state_sha256(
     state: Mapping[str, Tensor], mean: Tensor | None = None, std: Tensor | None = None, *, drop_tokens: bool = False
 ) -> str:
-    """Of these tensors, with the normalisation beside them where there is one."""
-    beside = {"(mean)": mean, "(std)": std, "(drop tokens)": torch.tensor(True) if drop_tokens else None}
+    """SHA-256 over name, dtype, shape and bytes of every tensor in the order of the names; the settings count too."""
+    settings = {"(mean)": mean, "(std)": std, "(drop tokens)": torch.tensor(True) if drop_tokens else None}
     digest = hashlib.sha256()
-    for name, tensor in sorted([*state.items(), *beside.items()]):
+    for name, tensor in sorted([*state.items(), *settings.items()]):
         if tensor is not None:
             digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -277,38 +282,39 @@ def state_sha256(
 
 
 def classifier_summary(classifier: Classifier) -> dict[str, Any]:
-    """What a manifest says of a classifier, and of each member of an ensemble; None where it does not say."""
+    """The description of a classifier in a manifest, and of each member of an ensemble; None for what is unknown."""
 
     def listed(name: str) -> list[Any] | None:
         value = getattr(classifier, name, None)
         return None if value is None else list(value)
 
+    fill = mask_colour(classifier)
     parameters = classifier.parameters() if isinstance(classifier, nn.Module) else ()
-    members = [
-        classifier_summary(member) | {"weights_sha256": weights_sha256(member)}
-        for member in getattr(classifier, "members", ())
-    ]
-    return {
+    summary = {
         "architecture": getattr(classifier, "architecture", type(classifier).__name__),
         "source": getattr(classifier, "source", None),
         "classes": getattr(classifier, "num_classes", None),
         "class_names": listed("class_names"),
         "mean": listed("shift"),
         "std": listed("scale"),
-        "fill": None if (fill := mask_colour(classifier)) is None else list(fill),
+        "fill": None if fill is None else list(fill),
         "input_size": listed("input_size"),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        **({"drop_tokens": True} if getattr(classifier, "drop_tokens", False) else {}),
-        **({"members": members} if members else {}),
     }
+    if getattr(classifier, "drop_tokens", False):
+        summary["drop_tokens"] = True
+    members = getattr(classifier, "members", ())
+    if members:
+        summary["members"] = [classifier_summary(one) | {"weights_sha256": weights_sha256(one)} for one in members]
+    return summary
 
 
 def match_labels(
     dataset_class_names: Sequence[str], classifier: Classifier, dataset: str = "the data set"
 ) -> list[int]:
-    """For each class of the data set, the index of the classifier's output that stands for it.
+    """The index of the classifier's output for each class of the data set, which messages call `dataset`.
 
-    Messages call it `dataset`. Where one of the two has no class names, the classes are matched by their position.
+    Classes are matched by name, or by position if the data set or the classifier has no class names.
     """
     from patchproof.models._build import wordnet_words  # which builds on this module
 
@@ -316,23 +322,23 @@ def match_labels(
     count = getattr(classifier, "num_classes", None)
     if not names:
         return list(range(count or 0))
-    if known is None and count in (None, len(names)):
-        return list(range(len(names)))
     if known is None:
+        if count in (None, len(names)):
+            return list(range(len(names)))
         raise InputError(
             f"wrong number of classes: {dataset} has {len(names)}, the classifier {count} and no class names to "
             "match by; fine-tune it on this data set (`patchproof train`), or give its class names"
         )
     index = {name: position for position, name in enumerate(known)}
     unknown = [name for name in names if name not in index]
-    if unknown:
-        unused = [name for name in known if name not in set(names)]
-        words = {(wordnet_words(name) or "").lower(): name for name in reversed(unused)}
-        meant = ", ".join([f"`{name}` is its {words[name.lower()]}" for name in unknown if name.lower() in words][:3])
-        raise InputError(
-            f"{len(unknown)} of the {len(names)} classes of {dataset} {'is' if len(unknown) == 1 else 'are'} not among "
-            f"the classifier's {len(known)}, e.g. {', '.join(unknown[:3])}; the classifier has "
-            f"{', '.join(unused[:3]) or 'no others'}; fine-tune it on this data set (`patchproof train`), "
-            "or name the class folders as the classifier does" + (f" ({meant})" if meant else "")
-        )
-    return [index[name] for name in names]
+    if not unknown:
+        return [index[name] for name in names]
+    unused = [name for name in known if name not in set(names)]
+    words = {(wordnet_words(name) or "").lower(): name for name in reversed(unused)}
+    meant = [f"`{name}` is its {words[name.lower()]}" for name in unknown if name.lower() in words]
+    raise InputError(
+        f"{len(unknown)} of the {len(names)} classes of {dataset} {'is' if len(unknown) == 1 else 'are'} not among "
+        f"the classifier's {len(known)}, e.g. {', '.join(unknown[:3])}; the classifier has "
+        f"{', '.join(unused[:3]) or 'no others'}; fine-tune it on this data set (`patchproof train`), "
+        "or name the class folders as the classifier does" + (f" ({', '.join(meant[:3])})" if meant else "")
+    )

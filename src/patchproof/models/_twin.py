@@ -1,8 +1,8 @@
-"""A network's copy in another float type: faster than autocast, and as close to the network as that type allows.
+"""A fast copy of a network in another float type: faster than autocast, and as exact as that type allows.
 
-What makes it close, with measurements, is in docs/decisions/0010-fast-copy.md: convolutions are scaled to what batch
-normalisation divides by, whose own numbers stay in float32, or where the copy is compiled take it in altogether;
-rounding keeps the sum of every convolution kernel; the last layer, and any that the cast would harm, stay in float32.
+docs/decisions/0010-fast-copy.md explains it, with measurements. Convolutions are scaled by what batch normalisation
+divides by, whose own numbers stay in float32; a compiled copy folds it into the convolution instead. Rounding keeps the
+sum of every convolution kernel. The last layer stays in float32, as does any layer that the cast would harm.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from patchproof.models._tokens import TokenPass
 Fingerprint = tuple[tuple[int, int], ...]
 Structure = tuple[tuple[int, str, int], ...]
 
-SCALED = {"Conv2d", "Conv2dSame"}, {"BatchNorm2d", "BatchNormAct2d"}
-"""Types by name: a subclass may compute something else."""
+CONVOLUTIONS = {"Conv2d", "Conv2dSame"}
+NORMALISATIONS = {"BatchNorm2d", "BatchNormAct2d"}
+"""Names of the types that are scaled or folded; a subclass of them may compute something else."""
 
 INEXACT = 1e-3
-"""A copy that differs by more than this share of its largest output computes something else."""
+"""Largest difference between a copy and its original, as a share of the largest output."""
 
 NEGLIGIBLE = 2.0**-10
-"""Rows of a weight smaller than this share of its median row may lose their value."""
+"""Rows of a weight that are smaller than this share of its median row may lose their value."""
 
 
 @dataclass
 class Twin:
-    """`network` is None where the original cannot be converted.
+    """The fast copy `network` of an original; None if the original cannot be converted.
 
-    It follows the original's tensors: those written to are seen by themselves, whatever else was done to them (`.data`)
-    once `seen` is None. Replaced modules make a new twin. Only a plain attribute changed later goes unnoticed.
+    It follows the original's tensors. Writes to them are noticed, except those through `.data`, which are taken over
+    once `seen` is None. A replaced module makes a new twin. A plain attribute that changes later goes unnoticed.
     """
 
     network: nn.Module | None
     structure: Structure
     scaled: list[tuple[str, str]] = field(default_factory=list)
-    """Names of convolutions and of the batch normalisations that take their output, and nothing else does."""
+    """Names of convolutions and of the batch normalisations that alone take their output."""
     folded: bool = False
-    """Whether these convolutions do what the batch normalisations did, but for the shift."""
+    """True if these convolutions do the work of the batch normalisations, except the shift."""
     mine: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    """The copy's modules by the names they have in the original."""
     token_pass: TokenPass | None = field(default=None, repr=False)
-    """The compiled pass over the visible tokens, of a transformer that drops the others."""
+    """The compiled pass over the visible tokens, for a transformer that drops the others."""
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod
@@ -58,8 +60,9 @@ class Twin:
         compiled: bool,
         fold: bool = True,
     ) -> Twin:
-        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # to see whether scaling is
-        with torch.inference_mode(False), torch.no_grad(), exact:
+        """Copy `module`; every step that must not change its function is checked in float32 on random images."""
+        no_tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with torch.inference_mode(False), torch.no_grad(), no_tf32:
             device = next((t.device for part in _parts(module) for t in _own(part)), torch.device("cpu"))
             images = torch.rand(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
             try:
@@ -78,13 +81,12 @@ class Twin:
                 twin.scaled = pairs if scalable(pairs) else [pair for pair in pairs if scalable([pair])]
                 twin.folded = fold and compiled and dtype != torch.float32
                 if twin.folded:
-                    for _, name in twin.scaled:
-                        twin.mine[name] = Shift(twin.mine[name])
-                        network.set_submodule(name, twin.mine[name])
-                    for name, _ in twin.scaled:
-                        twin.mine[name].register_parameter("bias", None)
+                    for convolution, normalisation in twin.scaled:
+                        twin.mine[normalisation] = Shift(twin.mine[normalisation])
+                        network.set_submodule(normalisation, twin.mine[normalisation])
+                        twin.mine[convolution].register_parameter("bias", None)
                 twin.follow(module)
-                if twin.folded and not unchanged():  # a normalisation with two names, or a hook of its own
+                if twin.folded and not unchanged():  # e.g. a normalisation that has two names or a hook
                     return cls.of(module, dtype, input_shape=input_shape, compiled=compiled, fold=False)
                 _convert(network, dtype, twin.mine[last] if last else None)
                 twin.follow(module)
@@ -95,7 +97,7 @@ class Twin:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, AssertionError, ValueError, AttributeError, LookupError):
-                return cls(None, structure_of(module))  # e.g. float32 constants of its own
+                return cls(None, structure_of(module))  # e.g. the network has float32 constants
         if compiled:
             network.compile(dynamic=False)
             if hide is not None:
@@ -103,43 +105,44 @@ class Twin:
         return twin
 
     def following(self, module: nn.Module) -> nn.Module | None:
-        """The twin, with the weights that `module` has now."""
-        if self.network is not None and (now := fingerprint(module)) != self.seen:
-            with torch.inference_mode(False), torch.no_grad():
-                self.follow(module)
-            self.seen = now
+        """Return the copy with the weights that `module` has now."""
+        if self.network is not None:
+            now = fingerprint(module)
+            if now != self.seen:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.follow(module)
+                self.seen = now
         return self.network
 
     def follow(self, module: nn.Module, trial: torch.Generator | None = None) -> None:
-        """Take over the weights of `module`; on `trial`, scale convolutions at random, which must change nothing."""
-        theirs: dict[str, Any] = dict(module.named_modules())
-        values = {name: _own(part) for name, part in theirs.items()} | self._moved(theirs, trial)
-        wanted: list[tuple[Tensor, Tensor]] = []
+        """Take over the weights of `module`. With `trial`, scale convolutions at random, which must change nothing."""
+        originals: dict[str, Any] = dict(module.named_modules())
+        values = {name: _own(part) for name, part in originals.items()} | self._rescaled(originals, trial)
+        copies: list[tuple[Tensor, Tensor]] = []
         kernels: dict[tuple[int, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, part in self.mine.items():
             for mine, value in zip(_own(part), values[name], strict=True):
                 taps = value.shape[2:].numel() if isinstance(part, nn.Conv2d) and value.ndim == 4 else 1
-                if taps > 1:
-                    kernels.setdefault((taps, mine.dtype), []).append((mine, value))
-                else:
-                    wanted.append((mine, value))
-        # Kernels of one size are rounded together: a training step waits for this, and each is a few numbers.
+                target = copies if taps == 1 else kernels.setdefault((taps, mine.dtype), [])
+                target.append((mine, value))
+        # All kernels of one size are rounded together, which is faster: a training step waits for this.
         for (taps, dtype), some in kernels.items():
             flat = rounded(torch.cat([value.reshape(-1, 1, 1, taps) for _, value in some]), dtype)
             parts = flat.split([value.shape[0] * value.shape[1] for _, value in some])
-            wanted += [(mine, part.view(mine.shape)) for (mine, _), part in zip(some, parts, strict=True)]
-        for mine, original in wanted:
-            if mine.device != original.device:
-                mine.data = mine.data.to(original.device)
-        torch._foreach_copy_([mine for mine, _ in wanted], [original for _, original in wanted])
+            copies += [(mine, part.view(mine.shape)) for (mine, _), part in zip(some, parts, strict=True)]
+        for mine, value in copies:
+            if mine.device != value.device:
+                mine.data = mine.data.to(value.device)
+        torch._foreach_copy_([mine for mine, _ in copies], [value for _, value in copies])
 
-    def _moved(self, theirs: dict[str, Any], trial: torch.Generator | None) -> dict[str, list[Tensor]]:
-        """The tensors of scaled or folded convolutions and their normalisations, by module."""
+    def _rescaled(self, originals: dict[str, Any], trial: torch.Generator | None) -> dict[str, list[Tensor]]:
+        """Tensors of the scaled convolutions and their normalisations, by module; computed for all channels at once."""
         if not self.scaled:
             return {}
-        pairs = [(theirs[convolution], theirs[normalisation]) for convolution, normalisation in self.scaled]
+        pairs = [(originals[convolution], originals[normalisation]) for convolution, normalisation in self.scaled]
         sizes = [bn.num_features for _, bn in pairs]
-        mean, variance = (torch.cat([getattr(bn, name) for _, bn in pairs]) for name in ("running_mean", "running_var"))
+        mean = torch.cat([bn.running_mean for _, bn in pairs])
+        variance = torch.cat([bn.running_var for _, bn in pairs])
         epsilon = torch.tensor([bn.eps for _, bn in pairs]).repeat_interleave(torch.tensor(sizes)).to(variance)
         if self.folded:
             gain = torch.cat([torch.ones_like(bn.running_var) if bn.weight is None else bn.weight for _, bn in pairs])
@@ -148,27 +151,31 @@ class Twin:
             scale = torch.exp2(-((variance + epsilon).log2() / 2).round())  # powers of two: exact
         else:
             scale = torch.exp2(torch.randint(-3, 4, variance.shape, generator=trial).to(variance))
-        means, variances = (mean * scale).split(sizes), ((variance + epsilon) * scale.square() - epsilon).split(sizes)
-        factors = scale.split(sizes)
+        factors, means = scale.split(sizes), (mean * scale).split(sizes)
+        variances = ((variance + epsilon) * scale.square() - epsilon).split(sizes)
         weights = torch._foreach_mul([conv.weight for conv, _ in pairs], [f[:, None, None, None] for f in factors])
         found: dict[str, list[Tensor]] = {}
-        rows = zip(self.scaled, pairs, weights, factors, means, variances, strict=True)
-        for (convolution, normalisation), (conv, bn), weight, factor, moved_mean, moved_variance in rows:
-            bias = [] if conv.bias is None else [conv.bias * factor]
+        for number, (conv, bn) in enumerate(pairs):
+            convolution, normalisation = self.scaled[number]
+            bias = None if conv.bias is None else conv.bias * factors[number]
             if self.folded:
-                found[convolution] = [weight]
-                found[normalisation] = [sum(bias, -moved_mean) if bn.bias is None else sum(bias, bn.bias - moved_mean)]
+                shift = -means[number] if bn.bias is None else bn.bias - means[number]
+                found[convolution] = [weights[number]]
+                found[normalisation] = [shift if bias is None else bias + shift]
             else:
-                moved = {id(bn.running_mean): moved_mean, id(bn.running_var): moved_variance, id(conv.weight): weight}
-                moved |= {id(conv.bias): value for value in bias}
-                found[convolution] = [moved.get(id(tensor), tensor) for tensor in _own(conv)]
-                found[normalisation] = [moved.get(id(tensor), tensor) for tensor in _own(bn)]
+                changed = {
+                    id(conv.weight): weights[number],
+                    id(conv.bias): bias,
+                    id(bn.running_mean): means[number],
+                    id(bn.running_var): variances[number],
+                }
+                found[convolution] = [changed.get(id(tensor), tensor) for tensor in _own(conv)]
+                found[normalisation] = [changed.get(id(tensor), tensor) for tensor in _own(bn)]
         return found
 
 
 class Shift(nn.Module):
-    """What is left of a batch normalisation once the convolution before it does the rest: a shift in float32, and the
-    activation that timm's have within."""
+    """The rest of a folded batch normalisation: its shift in float32, and the activation that timm's have inside."""
 
     shift: Tensor
 
@@ -183,10 +190,10 @@ class Shift(nn.Module):
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast such that every spatial kernel keeps its sum: the smallest tap takes up what rounding the others lost.
+    """Cast a weight so that every spatial kernel keeps its sum: its smallest tap absorbs the rounding of the others.
 
-    Neighbouring pixels are alike, so the sum of a kernel's rounding errors is what reaches the output: for the
-    depthwise convolutions of EfficientNet-lite0, whose kernels have few taps, this leaves an eighth of the error.
+    Neighbouring pixels are alike, so the sum of a kernel's rounding errors is what reaches the output. For the
+    depthwise convolutions of EfficientNet-lite0 this leaves an eighth of the error.
     """
     if dtype == weight.dtype or weight[0, 0].numel() == 1:
         return weight
@@ -199,9 +206,12 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], str, Tensor]:
-    """Convolutions whose output goes into a batch normalisation, each called once; the linear layer whose output is the
-    network's, or nothing; and that output."""
-    made: dict[int, tuple[str, Tensor, int]] = {}  # holds on to the tensors, whose ids are the keys
+    """Run the network once to find what feeds what.
+
+    Returned are the convolutions whose output goes into a batch normalisation, if each is called once; the name of the
+    linear layer that makes the network's output, or ""; and that output.
+    """
+    made: dict[int, tuple[str, Tensor, int]] = {}  # keys are ids of the tensors, so these are kept alive
     calls: list[str] = []
     pairs: list[tuple[str, str]] = []
     handles = []
@@ -210,17 +220,17 @@ def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], s
 
         def before(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
             source, _tensor, version = made.get(id(inputs[0]) if inputs else 0, ("", None, 0))
-            written = source and inputs[0]._version != version  # in place, on the way
-            if source and not written and type(network.get_submodule(source)).__name__ in SCALED[0]:
+            intact = source and inputs[0]._version == version  # not written to in between
+            if intact and type(network.get_submodule(source)).__name__ in CONVOLUTIONS:
                 pairs.append((source, name))
 
         def after(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             calls.append(name)
             made[id(output)] = name, output, getattr(output, "_version", 0)
 
-        if kind in SCALED[1] and getattr(part, "running_mean", None) is not None:
+        if kind in NORMALISATIONS and getattr(part, "running_mean", None) is not None:
             handles.append(part.register_forward_pre_hook(before))
-        if kind in SCALED[0] | SCALED[1] or isinstance(part, nn.Linear):
+        if kind in CONVOLUTIONS | NORMALISATIONS or isinstance(part, nn.Linear):
             handles.append(part.register_forward_hook(after))
     try:
         output = network(images)
@@ -233,17 +243,17 @@ def _trace(network: nn.Module, images: Tensor) -> tuple[list[tuple[str, str]], s
 
 
 def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> None:
-    """Cast everything but batch normalisations, the last layer and leaves that would lose their value."""
+    """Cast everything except batch normalisations, the last layer, and layers that the cast would harm."""
 
     def upwards(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
     def downwards(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.to(dtype)  # a layer that returns something else is not converted: this fails
+        return output.to(dtype)  # fails for a layer that returns something else, which is then not converted
 
-    exact = {id(part) for shift in network.modules() if isinstance(shift, Shift) for part in shift.modules()}
+    in_float32 = {id(part) for shift in network.modules() if isinstance(shift, Shift) for part in shift.modules()}
     for part in list(network.modules()):
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) or id(part) in exact:
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) or id(part) in in_float32:
             continue
         harmed = not any(part.children()) and any(_harmed(tensor, dtype) for tensor in _own(part))
         if part is last or harmed:
@@ -257,7 +267,7 @@ def _convert(network: nn.Module, dtype: torch.dtype, last: nn.Module | None) -> 
 
 
 def _harmed(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Does some row overflow, or lose more than rounding takes from a number of ordinary size?"""
+    """True if a row overflows, or loses more than the rounding of numbers of ordinary size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(1, -1)
@@ -276,7 +286,7 @@ def structure_of(module: nn.Module) -> Structure:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """What `modules()` yields, in a third of the time: this is asked before every group of passes."""
+    """List what `modules()` yields, in a third of the time: it is called before every group of passes."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for part in waiting.pop()._modules.values():
@@ -287,5 +297,5 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def fingerprint(module: nn.Module) -> Fingerprint:
-    """Changes whenever a weight is written to or replaced, as optimisers and load_state_dict do; not with `.data`."""
+    """A value that changes whenever a weight is replaced or written to, unless it is through `.data`."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for part in _parts(module) for t in _own(part))
