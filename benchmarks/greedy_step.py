@@ -20,7 +20,7 @@ import torch
 from patchproof.masking import AUTOCAST, Engine, MaskedForward, network
 from patchproof.models import ImageClassifier, load_classifier
 from patchproof.training import masking_strategy
-from patchproof.training.loop import masked_loss
+from patchproof.training.losses import masked_loss
 from patchproof.types import Precision
 
 SEARCH_PASSES = 25

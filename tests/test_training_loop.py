@@ -17,8 +17,10 @@ from patchproof.data import ArraySource
 from patchproof.masking import MaskedForward
 from patchproof.models import load_classifier, weights_sha256
 from patchproof.training import Plan
+from patchproof.training.augment import flip_and_crop
 from patchproof.training.checkpoint import load_training, save_training
-from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss, start_accelerator
+from patchproof.training.loop import Trainer, TrainingData, start_accelerator
+from patchproof.training.losses import masked_loss
 from patchproof.training.memory import state_of
 from patchproof.types import CheckError, InputError, Preprocessing
 

@@ -19,7 +19,7 @@ from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
 from patchproof.models._networks import AblatedResNet, BagNet
 from patchproof.training import STRATEGIES, masking_strategy
-from patchproof.training.loop import flip_and_shift
+from patchproof.training.augment import flip_and_shift
 from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores
 from patchproof.types import CheckError, InputError, Preprocessing
 

@@ -29,8 +29,7 @@ from patchproof.types import Classifier, InputError, kind_of
 
 @dataclass(frozen=True)
 class DefenseEntry:
-    """A defence by name: what it does in words, and its class, which has its options (a dataclass `Options`) and builds
-    it from them (`of`)."""
+    """A defence by name: a description, and the class with its `Options` and the constructor `of`."""
 
     words: str
     kind: Any
@@ -49,7 +48,7 @@ DEFENSES: Mapping[str, DefenseEntry] = {
         "votes of views that show a band of the image (Levine & Feizi 2020)", DerandomizedSmoothing
     ),
     SmoothedViT.name: DefenseEntry(
-        "the same with fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)", SmoothedViT
+        "votes of fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)", SmoothedViT
     ),
     ClippedBagNet.name: DefenseEntry("clipped local logits of a BagNet (Zhang et al. 2020)", ClippedBagNet),
     PatchGuardBagNet.name: DefenseEntry(
@@ -63,13 +62,13 @@ DEFENSES: Mapping[str, DefenseEntry] = {
         "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
     ),
 }
-"""What `defense` and the command line know by name."""
+"""The defences that `defense` and the command line know by name."""
 
 
 def defense(
     name: str, classifier: Classifier, threat: PatchThreat, *, engine: Engine | None = None, **options: Any
 ) -> Any:
-    """The defence of that name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
+    """Build a defence by name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
     if not isinstance(name, str):
         raise InputError(
             f'name must be text, e.g. pp.defense("patchcleanser", classifier, threat), not {kind_of(name)}'

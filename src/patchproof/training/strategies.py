@@ -1,6 +1,6 @@
-"""Masking strategies: which masked copies of a batch a classifier is trained on (the paper's §4.1).
+"""Masking strategies by name: which masked copies of a batch a classifier is trained on (the paper's §4.1).
 
-A strategy only chooses; `loop.py` applies what it chose. Here are their names, `search.py` has the paper's.
+A strategy only chooses masks, and `loop.py` trains on them. The paper's strategies are implemented in `search.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, whole_size
 from patchproof.masking import Engine
 from patchproof.training.search import (
+    BuiltIn,
     Cutout,
     Greedy,
     Grid,
     Gutout,
     Memory,
     MultiSizeGreedy,
-    Named,
     NoMasks,
     RandomMasks,
     RandomView,
@@ -42,14 +42,14 @@ MaskPair = tuple[MaskSet, MaskSet]
 
 @runtime_checkable
 class MaskingStrategy(Protocol):
-    """Looks at a batch and the current classifier, and says what stays visible in each copy to train on.
+    """Given a batch and the current classifier, returns what stays visible in each copy to train on.
 
-    `indices` are the positions of the images in the training data. Optional: `state_dict()` and
-    `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
-    checkpoint and, on several processes, merged after every step: what one process changed holds for all;
-    `observe(losses, indices=…)`, told after each step the cross-entropy of each copy (copies b) that was learned from;
-    an attribute `mirrored`, set before a call to say which images (b) augmentation has mirrored, or None;
-    `forwards` and `backwards` to say how many extra passes it takes per image.
+    `indices` are the positions of the images in the training data. Optional members:
+    - `state_dict()` and `load_state_dict(state)`: the strategy's memory as tensors and JSON values by name. It is saved
+      with every checkpoint. If there are several processes, their changes are merged after every step;
+    - `observe(losses, indices=…)`: called after each step with the cross-entropy of each copy (copies b);
+    - `mirrored`: set before each call to the images (b) that augmentation has mirrored, or None;
+    - `forwards` and `backwards`: extra passes per image.
     """
 
     def __call__(
@@ -65,10 +65,10 @@ class MaskingStrategy(Protocol):
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy by name: what it does in words, and which of the two mask sets it has a copy for."""
+    """A strategy by name: a description, its constructor, and the mask sets that it makes a copy for."""
 
     words: str
-    kind: Callable[..., Named]
+    kind: Callable[..., BuiltIn]
     sets: Literal["3x3", "6x6", "both"] = "3x3"
 
 
@@ -76,16 +76,14 @@ VIEW = re.compile(r"(column|row|block)([1-9]\d{0,4})")
 
 
 def _view(name: str) -> StrategyEntry | None:
-    """The strategy of a name such as `column4`."""
+    """The strategy of a name such as `column4`, otherwise None."""
     found = VIEW.fullmatch(name)
     if found is None:
         return None
     kind: Any = found[1]
-    band = int(found[2])
-    words = (
-        f"one random {kind if kind == 'block' else f'band of {kind}s'} {band} wide, wrapping around, and nothing else"
-    )
-    return StrategyEntry(words, partial(RandomView, ablation=kind, band=band))
+    shown = "block" if kind == "block" else f"band of {kind}s"
+    words = f"one random {shown} {found[2]} wide, wrapping around, and nothing else"
+    return StrategyEntry(words, partial(RandomView, ablation=kind, band=int(found[2])))
 
 
 STRATEGIES = {
@@ -105,7 +103,7 @@ STRATEGIES = {
     "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
     **{name: entry for name in ("column4", "row4", "block12") if (entry := _view(name))},
 }
-"""Views of other widths go by their names too, e.g. `column8`."""
+"""Strategies by name. Views of any width have a name, too, e.g. `column8`."""
 
 
 @typed
@@ -117,10 +115,10 @@ def masking_strategy(
     masks: MaskPair | None = None,
     engine: Engine | None = None,
     **options: Any,
-) -> Named:
-    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`.
+) -> BuiltIn:
+    """Build a strategy by name (`STRATEGIES`); all its randomness comes from `generator`.
 
-    `options` are its own, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` of `memory`.
+    `options` are those of the strategy, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` for `memory`.
     """
     require_strategy(name)
     size = whole_size(image_size, "image_size")
@@ -129,14 +127,15 @@ def masking_strategy(
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {size}")
     entry: Any = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
-    known = [option for option in inspect.signature(entry.kind).parameters if option not in Named.__match_args__]
-    if unknown := [option for option in options if option not in known]:
+    known = [option for option in inspect.signature(entry.kind).parameters if option not in BuiltIn.__match_args__]
+    unknown = [option for option in options if option not in known]
+    if unknown:
         raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(known) or 'none'}")
     return entry.kind(sets, generator, engine or Engine(), **options)
 
 
 def require_strategy(name: str) -> None:
-    """Refuse an unknown name, naming the nearest known one."""
+    """Refuse an unknown name, and suggest the nearest known one."""
     if name not in STRATEGIES and _view(name) is None:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
@@ -150,10 +149,10 @@ def training_masks(image_size: Size) -> MaskPair:
 
 
 def checked(keep: Any, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "copies b 1 h w"]:
-    """What a strategy returned for these images, if it is a bool for each pixel of each copy."""
+    """Return what a strategy returned, or refuse it if it is not one boolean per pixel of each copy."""
     expected = len(images), 1, *images.shape[-2:]
-    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
-    if not right or not len(keep):
+    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.shape[1:] == expected and len(keep) > 0
+    if not right:
         wanted = f"booleans of shape (copies ≥ 1, {len(images)}, 1, h, w)"
         raise InputError(f"a strategy must return {wanted}, not {kind_of(keep)}")
     return keep.to(images.device)
