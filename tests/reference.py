@@ -167,21 +167,17 @@ def cross_entropy(values: Sequence[float], label: int) -> float:
     return float(torch.nn.functional.cross_entropy(torch.tensor([values]), torch.tensor([label])))
 
 
-def _argmax_first(losses: Sequence[float]) -> int:
-    return max(range(len(losses)), key=lambda i: (losses[i], -i))
-
-
 def greedy(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
     """Worst first mask; worst second one among the others."""
-    first = masks.rects[_argmax_first([loss([m]) for m in masks.rects])]
+    first = masks.rects[argmax([loss([m]) for m in masks.rects])]
     others = [m for m in masks.rects if m != first]
-    return first, others[_argmax_first([loss([first, m]) for m in others])]
+    return first, others[argmax([loss([first, m]) for m in others])]
 
 
 def grid(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
     """Worst of all unordered pairs."""
     pairs = [(a, b) for i, a in enumerate(masks.rects) for b in masks.rects[i:]]
-    return pairs[_argmax_first([loss(pair) for pair in pairs])]
+    return pairs[argmax([loss(pair) for pair in pairs])]
 
 
 def multi_size_greedy(
@@ -191,11 +187,11 @@ def multi_size_greedy(
 
     def worst_child(parent: Rect, given: Sequence[Rect]) -> Rect:
         children = [fine.rects[i] for i in fine.children(parent)]
-        return children[_argmax_first([loss([*given, c]) for c in children])]
+        return children[argmax([loss([*given, c]) for c in children])]
 
-    big1 = coarse.rects[_argmax_first([loss([m]) for m in coarse.rects])]
+    big1 = coarse.rects[argmax([loss([m]) for m in coarse.rects])]
     small1 = worst_child(big1, [])
-    big2 = coarse.rects[_argmax_first([loss([small1, m]) for m in coarse.rects])]
+    big2 = coarse.rects[argmax([loss([small1, m]) for m in coarse.rects])]
     small2 = worst_child(big2, [small1])
     return (big1, big2), (small1, small2)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.defenses import IntervalBounds, assess
-from patchproof.defenses.ibp import quarters
 from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
@@ -144,17 +143,6 @@ def test_few_positions_and_no_images(patch, generator):
     assert defense.fewest_passes <= int(taken.min()) <= int(taken.max()) <= defense.most_passes
     none = defense.certify(images[:0], torch.zeros(0, dtype=torch.int64))
     assert none.certified.shape == none.forwards.shape == defense.predict(images[:0]).shape == (0,)
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 4), (3, 2), (7, 9)])
-def test_quarters_hold_every_position_once(size):
-    parts, singles = torch.tensor([(2, 3, *size, 2, 3)]), []
-    while len(parts):
-        single = (parts[:, 2:4] == 1).all(dim=1)
-        singles += [tuple(row[:2]) for row in parts[single].tolist()]
-        parts = quarters(parts[~single])
-        parts = parts[(parts[:, 2:4] > 0).all(dim=1)]
-    assert sorted(singles) == [(2 + row, 3 + column) for row in range(size[0]) for column in range(size[1])]
 
 
 def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():

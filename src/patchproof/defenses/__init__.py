@@ -39,29 +39,18 @@ class DefenseEntry:
         return self.kind.Options
 
 
-DEFENSES: Mapping[str, DefenseEntry] = {
-    PatchCleanser.name: DefenseEntry(
-        "double masking: the right label under any patch (Xiang et al. 2022)", PatchCleanser
-    ),
-    Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
-    DerandomizedSmoothing.name: DefenseEntry(
-        "votes of views that show a band of the image (Levine & Feizi 2020)", DerandomizedSmoothing
-    ),
-    SmoothedViT.name: DefenseEntry(
-        "votes of fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)", SmoothedViT
-    ),
-    ClippedBagNet.name: DefenseEntry("clipped local logits of a BagNet (Zhang et al. 2020)", ClippedBagNet),
-    PatchGuardBagNet.name: DefenseEntry(
-        "local logits without each class's most evident window (Xiang et al. 2021)", PatchGuardBagNet
-    ),
-    PatchGuardSmoothing.name: DefenseEntry(
-        "votes of views without each class's most evident window (Xiang et al. 2021)", PatchGuardSmoothing
-    ),
-    BagCert.name: DefenseEntry("local scores trained for their certificate (Metzen & Yatsura 2021)", BagCert),
-    IntervalBounds.name: DefenseEntry(
-        "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
-    ),
+WORDS: Mapping[type[Any], str] = {
+    PatchCleanser: "double masking: the right label under any patch (Xiang et al. 2022)",
+    Alarm: "one round of masking: the right label or an alarm under any patch",
+    DerandomizedSmoothing: "votes of views that show a band of the image (Levine & Feizi 2020)",
+    SmoothedViT: "votes of fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)",
+    ClippedBagNet: "clipped local logits of a BagNet (Zhang et al. 2020)",
+    PatchGuardBagNet: "local logits without each class's most evident window (Xiang et al. 2021)",
+    PatchGuardSmoothing: "votes of views without each class's most evident window (Xiang et al. 2021)",
+    BagCert: "local scores trained for their certificate (Metzen & Yatsura 2021)",
+    IntervalBounds: "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)",
 }
+DEFENSES: Mapping[str, DefenseEntry] = {kind.name: DefenseEntry(words, kind) for kind, words in WORDS.items()}
 """The defences that `defense` and the command line know by name."""
 
 

@@ -86,12 +86,7 @@ class MaskTable:
         return self.label[:, cells]
 
     def survivors(
-        self,
-        image: Int64[Tensor, " j"],
-        order: Int64[Tensor, "j u"],
-        labels: Int64[Tensor, " j"],
-        *,
-        sure: bool = False,
+        self, image: Int64[Tensor, " j"], order: Int64[Tensor, "j u"], labels: Tensor, *, sure: bool = False
     ) -> Bool[Tensor, " j"]:
         """True for each row whose cells all predict its label (`sure`: with margin τ); a row stops when it fails.
 

@@ -36,21 +36,17 @@ class ExactLogits:
     """The classifier's local logits in float64, from a copy that follows its weights however they are changed."""
 
     def __init__(self, classifier: Any) -> None:
-        self.classifier = classifier
-        self.network = classifier
+        self.classifier = self.network = classifier
         self.copied_at: object = None
         self.checked = False
-
-    @property
-    def receptive_field(self) -> tuple[int, int, int]:
-        field = self.classifier.receptive_field
+        field = classifier.receptive_field
         try:
             size, stride, offset = map(operator.index, field)
         except (TypeError, ValueError):
             raise InputError(
                 f"receptive_field must be (size, stride, offset) in whole pixels, e.g. (9, 1, -4), not {field!r}"
             ) from None
-        return size, stride, offset
+        self.receptive_field = size, stride, offset
 
     def local_logits(self, images: Tensor, at_once: int = 1) -> Tensor:
         if isinstance(self.classifier, nn.Module):
@@ -120,7 +116,6 @@ class LocalDefense(EvidenceDefense):
             )
         self.require_precision("computes in float64")
         object.__setattr__(self, "exact", ExactLogits(self.classifier))
-        _ = self.exact.receptive_field  # raises if it is malformed
 
     def describe(self) -> dict[str, Any]:
         field = list(self.exact.receptive_field)

@@ -1,4 +1,4 @@
-"""A training run on disk: everything the next step depends on, replaced as a whole or not at all."""
+"""Checkpoints of a training run: everything that the next step depends on, replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ SCHEMA = 1
 
 
 def save_training(
-    folder: Path,
-    trainer: Trainer,
-    shipped: ImageClassifier,
-    notes: Mapping[str, Any],
-    *,
-    history: Mapping[str, Any] | None = None,
+    folder: Path, trainer: Trainer, shipped: ImageClassifier, notes: Mapping[str, Any], *, history: Any = None
 ) -> None:
-    """Replace `folder` by the trainer's present state beside the classifier to ship; a kill leaves the old or the new.
+    """Replace `folder` by the trainer's state and the classifier to ship; if killed, the old or the new one remains.
 
-    `notes` is plain JSON that a resumed run gets back, `history` what the classifier says of its training. Weights that
-    are NaN or infinite never replace good ones.
+    `notes` is plain JSON that a resumed run gets back; `history` becomes the classifier's own account of its training.
+    Weights that are NaN or infinite never replace good ones.
     """
     if not all(torch.isfinite(v).all() for v in trainer.weights().values() if v.is_floating_point()):
         raise CheckError(
@@ -64,7 +59,7 @@ def save_training(
 
 
 def load_training(folder: Path, trainer: Trainer) -> Mapping[str, Any] | None:
-    """Put the trainer where the last checkpoint left it: what the caller noted down there; None if there is none."""
+    """Restore the trainer from the last checkpoint and return the notes saved with it; None if there is none."""
     place = settled(folder)
     if not place.exists():
         return None

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat, Windows, receptive_windows
+from patchproof.geometry import PatchThreat, Windows, inside, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
 from patchproof.types import InputError
@@ -174,14 +174,10 @@ class IntervalLoss:
         """Draw patches of random sizes of the threat at random locations; True inside the patch."""
         shape, sizes = (self.positions, len(images)), torch.tensor(self.threat.patch_sizes)
         size = sizes[torch.randint(len(sizes), shape)]
-
-        def inside(axis: int) -> Bool[Tensor, "positions b n"]:
-            side = self.threat.image_size[axis]
-            first = (torch.rand(shape) * (side - size[..., axis] + 1)).long()
-            offset = torch.arange(side) - first[..., None]
-            return ((offset >= 0) & (offset < size[..., axis, None])).to(images.device)
-
-        return (inside(0)[..., :, None] & inside(1)[..., None, :])[:, :, None]
+        room = torch.tensor(self.threat.image_size) - size + 1
+        first = (torch.stack([torch.rand(shape), torch.rand(shape)], dim=2) * room).long()
+        places = torch.cat([first, size], dim=2).to(images.device)
+        return inside(places.flatten(0, 1), self.threat.image_size).unflatten(0, shape)
 
 
 def interval_loss(classifier: ImageClassifier, threat: PatchThreat) -> Loss:

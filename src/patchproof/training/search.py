@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import Fields, MaskSet
+from patchproof.geometry import Fields, MaskSet, inside
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.settings import Ablation, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
@@ -129,15 +129,13 @@ class Cutout(BuiltIn):
     """cutout (PC-Cutout): two 128×128 squares (at 224), each centred on a uniformly drawn pixel."""
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
-        def hidden(length: int) -> Bool[Tensor, "squares b n"]:
-            """True for the pixels of one axis that a square hides: `side` pixels from centre − side//2 on."""
+        count, parts = (len(search.images), 2), []
+        for length in masks.image_size:
             side = round(CUTOUT_SHARE * length)
-            centre = torch.randint(length, (2, len(search.images), 1), generator=self.generator)
-            offset = torch.arange(length) - (centre - side // 2)
-            return ((offset >= 0) & (offset < side)).to(search.images.device)
-
-        rows, columns = map(hidden, masks.image_size)
-        return ~(rows[..., :, None] & columns[..., None, :]).any(dim=0)[:, None]
+            start = torch.randint(length, count[::-1], generator=self.generator).T - side // 2
+            parts.append((start, torch.full(count, side)))
+        (top, height), (left, width) = parts
+        return ~inside(torch.stack([top, left, height, width], dim=2).to(search.images.device), masks.image_size)
 
 
 @dataclass
