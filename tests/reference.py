@@ -50,7 +50,7 @@ def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks
 
 
 def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
-    """(is every two-mask copy right, not by a tie and by at least tau; the smallest margin over all of them)."""
+    """Whether every two-mask copy is right with a positive margin of at least tau, and the smallest margin."""
     cells = [cell for row in table for cell in row]
     certified = all(argmax(c) == label and margin_of(c, label) >= tau and margin_of(c, label) > 0 for c in cells)
     return certified, min(margin_of(c, label) for c in cells)
@@ -88,10 +88,10 @@ CLEAN, PATCHED, FILL = 0.25, 1.0, 0.5
 
 
 class Adversary:
-    """Answers `label` while the patch is hidden, and once it is visible whatever `scheme` says of the hidden pixels.
+    """Predicts `label` if the patch is hidden, otherwise the label that `scheme` gives for the hidden pixels.
 
-    It reads which pixels are hidden (they have the fill colour) and whether a patch pixel is among the visible ones, so
-    it can answer each masked copy as an all-knowing adversary would.
+    It sees which pixels are hidden (they have the fill colour) and whether a patch pixel is visible, so it can choose
+    the label of each masked copy as an all-knowing adversary would.
     """
 
     fill = (FILL,)
@@ -119,7 +119,7 @@ def random_scheme(seed: int, labels: Sequence[int]) -> Callable[[Tensor], int]:
 
 
 def schemes(masks: MaskSet, label: int) -> Iterator[Callable[[Tensor], int]]:
-    """Chance; always the same wrong label; and every copy that hides what one mask hides insists on a wrong label."""
+    """Random labels; always the same wrong label; the wrong label for copies that hide the pixels of one mask."""
     wrong = (label + 1) % 3
     yield from (random_scheme(seed, (0, 1, 2)) for seed in range(8))
     yield from (random_scheme(seed, (label, wrong)) for seed in range(8))
@@ -151,7 +151,7 @@ class ExactClassifier:
 
 
 class ExactMasking(ExactClassifier):
-    """Says for itself what hidden pixels mean: each of them speaks for a label. It is shown the others' fill colour."""
+    """A classifier that handles hidden pixels itself: each of them adds to the logits. They must be filled already."""
 
     def masked(self, images: Tensor, keep: Tensor) -> Tensor:
         require_filled(self, images, keep)
@@ -183,7 +183,7 @@ def grid(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect,
 def multi_size_greedy(
     loss: Callable[[Sequence[Rect]], float], coarse: MaskSet, fine: MaskSet
 ) -> tuple[tuple[Rect, Rect], tuple[Rect, Rect]]:
-    """Algorithm A1, every loss computed anew, `loss` read as the running maximum it was meant to be."""
+    """Algorithm A1 with every loss computed anew, where `loss` is the running maximum that the paper intends."""
 
     def worst_child(parent: Rect, given: Sequence[Rect]) -> Rect:
         children = [fine.rects[i] for i in fine.children(parent)]
@@ -244,7 +244,7 @@ class Remembering:
 
 
 class Curved:
-    """Smooth, not linear, different in every pixel: a wrong gradient shows."""
+    """A smooth, non-linear classifier that weighs every pixel differently, so that a wrong gradient shows."""
 
     fill = (0.25, 0.75)
 
@@ -257,7 +257,7 @@ class Curved:
 
 
 class CurvedMasking(Curved):
-    """Says for itself what hidden pixels mean: the fewer are visible, the more each counts."""
+    """A classifier that handles hidden pixels itself: the fewer are visible, the more each counts."""
 
     def masked(self, images, keep):
         require_filled(self, images.detach(), keep)

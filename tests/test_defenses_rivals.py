@@ -22,13 +22,13 @@ THREAT = pp.PatchThreat(SIZE, ((1, 2),))
 IMAGE = torch.zeros(1, 1, *SIZE)
 THRESHOLD = 0.4
 VOTES = [set(chosen) for count in range(3) for chosen in combinations(range(CLASSES), count)]
-"""What a view can vote for when a vote takes a probability of 0.4."""
+"""The votes that a view can cast if a vote takes a probability of 0.4."""
 STEP = 1 / 4096
-"""Patch pixels say which answers the adversary gives: (number + 1) · STEP. Clean pixels are 0."""
+"""Patch pixels have the value (number + 1) · STEP, which selects the adversary's logits; clean pixels are 0."""
 
 
 class Scripted:
-    """Answers for each view, or each cell, as written: `clean[i]` without a patch, else `attacks[number][i]`."""
+    """Scripted logits for each view or cell i: `clean[i]` without a patch, else `attacks[number][i]`."""
 
     fill = (0.0,)
     num_classes = CLASSES
@@ -275,7 +275,7 @@ class Local:
         return torch.where(loud, 1e7, 1.0) * self.logits.T[None, :, None]
 
 
-def test_robust_masking_is_asked_about_patches_at_the_border_that_reach_fewer_cells():
+def test_robust_masking_considers_border_patches_that_touch_fewer_cells():
     """Σ_{∉A(p)} e_c is larger for the smaller A(p) there: such a patch may fail where the next one does not."""
     touches = windows_of(lambda i, p: {i, i + 1} & set(range(p.left, p.right)), 8)
     assert {len(a) for a in touches} == {2, 3}
@@ -317,9 +317,8 @@ def test_local_logits_follow_the_weights_however_they_are_changed():
     assert int(defense.predict(IMAGE)) == 2
 
 
-def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
-    """Within τ of the threshold, or within a softmax's own rounding, a vote for y is not counted and one for another
-    class is."""
+def test_votes_that_rounding_could_change_do_not_count():
+    """If a vote is within τ or a softmax's rounding of the threshold, it counts only if it is for another class."""
     sure = torch.tensor([[5.0, 0.0, 0.0]] * 6 + [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])  # with the close one 7 to 1; 2Δ = 6
     odds = torch.log(torch.tensor(THRESHOLD / (1 - THRESHOLD)))
     for tau, above, expected in ((1e-4, 1e-3, True), (1e-2, 1e-3, False), (1e-9, 4e-7, False)):
@@ -333,8 +332,8 @@ def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
         assert found.evidence["votes.label"].tolist() == [7]
 
 
-def test_a_smoothed_vit_counts_the_passes_of_labels_decided_again_and_no_lead_that_overflowed():
-    """In bf16 the votes of three views are open; a logit that is infinite is no sure vote."""
+def test_smoothed_vit_counts_repeated_passes_and_ignores_infinite_margins():
+    """In bf16 the votes of three views are decided again; a view with an infinite logit casts no sure vote."""
     clean = torch.tensor([[8.0, 0.0, 0.0]] * 6 + [[0.5, 0.0, 0.0]] * 3)
     attacks = torch.zeros(1, SIZE[1], CLASSES)
     engine = measured(tau=1.0, tau_fp32=1e-3, precision="bf16")
@@ -350,7 +349,7 @@ def test_a_smoothed_vit_counts_the_passes_of_labels_decided_again_and_no_lead_th
 
 
 def test_a_hostile_image_does_not_stop_a_smoothed_vit():
-    """In bf16 its first view is off by more than τ allows: float32 answers, and so predicts."""
+    """In bf16 the first view is off by more than τ allows, so prediction falls back to float32."""
 
     class Drifting(Scripted):
         def masked(self, images: Tensor, keep: Tensor) -> Tensor:
@@ -379,7 +378,7 @@ class Single(Scripted):
         return torch.nn.functional.conv2d(images, torch.ones(CLASSES, 1, 1, 2))
 
 
-def test_a_receptive_field_that_was_refused_is_refused_again():
+def test_a_false_receptive_field_is_refused_every_time():
     scripted = Blurred(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
     defense = pp.defense("bagcert", scripted, THREAT)
     for _ in range(2):
@@ -401,8 +400,8 @@ def test_a_receptive_field_that_was_refused_is_refused_again():
         ("patchguard-bagnet", 4, "can touch 5 of 10 cells"),
     ],
 )
-def test_a_defence_that_can_certify_no_image_says_so_once(name, patch, words, notes):
-    """And only then: where it says nothing, an image that speaks for one class alone is certified."""
+def test_the_user_is_told_once_if_no_image_can_be_certified(name, patch, words, notes):
+    """If there is no message, an image whose evidence is for one class alone is certified."""
     scripted = Scripted(torch.full((10, CLASSES), -100.0), torch.full((1, 10, CLASSES), -100.0))
     options = {"band": 2, "engine": measured()} if "smooth" in name else {}
     options |= {"stride": 1} if name == "smoothed-vit" else {}

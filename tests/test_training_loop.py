@@ -1,4 +1,4 @@
-"""Training steps: what they minimise, what they leave alone, and that a resumed run is the undisturbed one."""
+"""Training steps: their loss, the weights they change, and that resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_weights_to_keep_are_mixed_with_those_it_began_with():
+def test_the_shipped_weights_are_mixed_with_the_first_ones():
     mixed = trainer(dataclasses.replace(PLAN, ema=0.9, start_share=0.25))
     plain = trainer(dataclasses.replace(PLAN, ema=0.9))
     start = {name: value.clone() for name, value in mixed.classifier.state_dict().items()}
@@ -190,7 +190,7 @@ def test_head_only_changes_the_last_layer_and_nothing_else():
     assert changed == {"module.head.weight", "module.head.bias"}
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path):
+def test_a_nan_loss_stops_the_run_and_names_the_step(tmp_path):
     run = trainer(dataclasses.replace(PLAN, strategy="none", learning_rate=1e30))
     save_training(tmp_path / "last", run, run.classifier, {})
     with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before is kept"):

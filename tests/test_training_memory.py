@@ -1,4 +1,4 @@
-"""What a strategy remembers: merged over processes, saved with the weights, the same however a run is interrupted."""
+"""The memory of a strategy: merged over processes, saved with the weights, and equal after any interruption."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ values = st.sampled_from([0.0, 1.0, -2.5, NAN])
 
 @given(st.lists(values, min_size=1, max_size=8), st.data())
 def test_merging_takes_the_changes_that_each_process_made_to_its_own_images(before, data):
-    """As a tensor by image, and as a mapping by image, in which entries may also come and go."""
+    """The memory is a tensor by image and a mapping by image, which may gain and lose entries."""
     owner = [data.draw(st.integers(0, 2)) for _ in before]
     after = [data.draw(values) for _ in before]
     removed = {i for i in range(len(before)) if data.draw(st.booleans())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -232,7 +233,9 @@ class EvaluatedDefense(OwnDefense):
     If the engine has no measured τ, it is measured on the images of the first `certify`, before anything is certified.
     """
 
-    evaluator: Evaluator
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.classifier, self.engine)
 
     @property
     def occlusions(self) -> MaskSet | Fields:

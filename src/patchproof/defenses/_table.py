@@ -139,7 +139,6 @@ class MaskedDefense(EvaluatedDefense):
     masks: MaskSet
     threat: PatchThreat
     engine: Engine = field(default_factory=Engine, kw_only=True)
-    evaluator: Evaluator = field(init=False, repr=False, compare=False)
 
     evidence: ClassVar[Sequence[str]] = ("witness",)
     together: ClassVar[int] = 2
@@ -163,7 +162,6 @@ class MaskedDefense(EvaluatedDefense):
                 "some masked copies show nothing of the image, so only images of one class can be certified; take a "
                 "smaller patch, or more masks per axis"
             )
-        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 
     @property
     def occlusions(self) -> MaskSet:

@@ -21,7 +21,7 @@ from patchproof.defenses._base import Certificates, EvaluatedDefense
 from patchproof.defenses._objectives import StolenVotes
 from patchproof.defenses._rules import Evidence, EvidenceDefense, RobustMasking
 from patchproof.geometry import Fields, PatchThreat, Windows
-from patchproof.masking import Copies, Engine, Evaluator, Measured, Objective
+from patchproof.masking import Copies, Engine, Measured, Objective
 from patchproof.settings import (
     Ablation,
     Certificate,
@@ -41,7 +41,6 @@ class Smoothing(EvaluatedDefense, EvidenceDefense):
     ablation: Ablation = field(default="column", kw_only=True)
     band: int = field(default=4, kw_only=True)
     engine: Engine = field(default_factory=Engine, kw_only=True)
-    evaluator: Evaluator = field(init=False, repr=False, compare=False)
     views: Fields = field(init=False, repr=False, compare=False)
 
     evidence: ClassVar[Sequence[str]] = ("votes", "worst")
@@ -52,7 +51,6 @@ class Smoothing(EvaluatedDefense, EvidenceDefense):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "views", Fields.bands(self.threat.image_size, self.ablation, self.band, self.stride))
-        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 
     @property
     def occlusions(self) -> Fields:

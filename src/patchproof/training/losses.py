@@ -155,6 +155,11 @@ class IntervalLoss:
     plain: float = 0.1
     warm: float = 0.6
 
+    @classmethod
+    def of(cls, classifier: ImageClassifier, threat: PatchThreat) -> IntervalLoss:
+        list(passable_layers(classifier))  # refuses layers without bounds
+        return cls(threat)
+
     def __call__(
         self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float
     ) -> Float[Tensor, ""]:
@@ -180,14 +185,9 @@ class IntervalLoss:
         return inside(places.flatten(0, 1), self.threat.image_size).unflatten(0, shape)
 
 
-def interval_loss(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
-    list(passable_layers(classifier))  # refuses layers without bounds
-    return IntervalLoss(threat)
-
-
 LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
     "cross-entropy": lambda classifier, threat: None,
     "bagcert": BagCertHinge.of,
-    "ibp": interval_loss,
+    "ibp": IntervalLoss.of,
 }
 """Constructors of losses by name, for a classifier and the patch of the training masks; None: that of masked copies."""

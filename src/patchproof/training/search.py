@@ -129,13 +129,12 @@ class Cutout(BuiltIn):
     """cutout (PC-Cutout): two 128×128 squares (at 224), each centred on a uniformly drawn pixel."""
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
-        count, parts = (len(search.images), 2), []
-        for length in masks.image_size:
-            side = round(CUTOUT_SHARE * length)
-            start = torch.randint(length, count[::-1], generator=self.generator).T - side // 2
-            parts.append((start, torch.full(count, side)))
-        (top, height), (left, width) = parts
-        return ~inside(torch.stack([top, left, height, width], dim=2).to(search.images.device), masks.image_size)
+        device, count = search.images.device, len(search.images)
+        height, width = (round(CUTOUT_SHARE * length) for length in masks.image_size)
+        top, left = (torch.randint(n, (2, count), generator=self.generator) for n in masks.image_size)
+        corners = top - height // 2, left - width // 2
+        squares = torch.stack([*corners, torch.full_like(top, height), torch.full_like(left, width)], dim=2)
+        return ~inside(squares.transpose(0, 1).to(device), masks.image_size)
 
 
 @dataclass
