@@ -58,7 +58,6 @@ class Alarm(MaskedDefense):
         return Assessment(predictions, found).to(images.device)
 
     def copies(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> MaskTable:
-        """The table of all one-mask predictions."""
         every = torch.arange(len(self.masks))
         return self.table(images, labels, (every, every))
 

@@ -28,9 +28,6 @@ ROUNDING = 1e-6
 
 Leads must also exceed this share of one cell's evidence."""
 
-PROBED_CELLS = 16
-"""Cells whose receptive field is tested, by changing all pixels outside it."""
-
 
 class ExactLogits:
     """The classifier's local logits in float64, from a copy that follows its weights however they are changed."""
@@ -74,13 +71,13 @@ class ExactLogits:
                 copied.copy_(original)
 
     def check_fields(self, images: Tensor, logits: Tensor, image_size: Size) -> None:
-        """Refuse a false receptive field: pixels outside it are changed once, and must not change its cell."""
+        """Refuse a false receptive field: pixels outside those of 16 cells are changed once, and must not matter."""
         if self.checked or not len(images):
             return
         grid = (int(logits.shape[2]), int(logits.shape[3]))
         keep = Fields.receptive(image_size, grid, self.receptive_field).keep(images.device)
         noise = torch.rand(images[:1].shape, generator=torch.Generator().manual_seed(0)).to(images)
-        for cell in torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist():
+        for cell in torch.linspace(0, len(keep) - 1, 16).long().unique().tolist():
             row, column = divmod(cell, grid[1])
             other = self.local_logits(torch.where(keep[cell], images[:1], noise))[0, :, row, column]
             change = float((other - logits[0, :, row, column]).abs().max())

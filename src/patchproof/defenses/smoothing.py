@@ -22,13 +22,7 @@ from patchproof.defenses._objectives import StolenVotes
 from patchproof.defenses._rules import Evidence, EvidenceDefense, RobustMasking
 from patchproof.geometry import Fields, PatchThreat, Windows
 from patchproof.masking import Copies, Engine, Measured, Objective
-from patchproof.settings import (
-    Ablation,
-    Certificate,
-    PatchGuardSmoothingOptions,
-    SmoothedViTOptions,
-    SmoothingOptions,
-)
+from patchproof.settings import Ablation, Certificate, PatchGuardSmoothingOptions, SmoothedViTOptions, SmoothingOptions
 from patchproof.types import Classifier
 
 

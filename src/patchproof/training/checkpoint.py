@@ -35,9 +35,11 @@ def save_training(
             "learning rate"
         )
     remembered, scaler = state_of(trainer.strategy), trainer.accelerator.scaler
-    tensors = {f"model/{name}": value for name, value in trainer.classifier.state_dict().items()}
-    tensors |= {f"average/{name}": value for name, value in (trainer.average or {}).items()}
-    tensors |= {f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)}
+    tensors = {
+        **{f"model/{name}": value for name, value in trainer.classifier.state_dict().items()},
+        **{f"average/{name}": value for name, value in (trainer.average or {}).items()},
+        **{f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)},
+    }
     for name, parameter in _trained(trainer).items():
         for key, value in trainer.optimizer.optimizer.state.get(parameter, {}).items():
             if value is not None:
@@ -94,7 +96,8 @@ def _restore(trainer: Trainer, state: Mapping[str, Any], tensors: Mapping[str, T
             trainer.average[name].copy_(value)
     if state["scaler"] is not None and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler.load_state_dict(state["scaler"])
-    if remembered := under("strategy/") | state["strategy"]:
+    remembered = under("strategy/") | state["strategy"]
+    if remembered:
         trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
     trainer.step = int(state["step"])
 

@@ -22,9 +22,6 @@ from patchproof.settings import Ablation, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
 from patchproof.types import Classifier, InputError, require_kinds
 
-CUTOUT_SHARE = 128 / 224
-"""Side of a Cutout square as a share of the image's side (PatchCleanser: 128 at 224)."""
-
 Images = Float[Tensor, "b c h w"]
 Labels = Int64[Tensor, " b"]
 Visible = Bool[Tensor, "b 1 h w"]
@@ -130,7 +127,7 @@ class Cutout(BuiltIn):
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         device, count = search.images.device, len(search.images)
-        height, width = (round(CUTOUT_SHARE * length) for length in masks.image_size)
+        height, width = (round(128 / 224 * length) for length in masks.image_size)
         top, left = (torch.randint(n, (2, count), generator=self.generator) for n in masks.image_size)
         corners = top - height // 2, left - width // 2
         squares = torch.stack([*corners, torch.full_like(top, height), torch.full_like(left, width)], dim=2)
