@@ -38,8 +38,9 @@ def double_masking(
     `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` returns F(x ⊙ mask ⊙ m) of the disagreeing copies for every m ∈ 𝓜;
     it is called once with all disagreeing copies, so that they fill the device.
 
-    Proof: on a certified image every copy that hides the patch gives y. So if y is not the majority, a copy with label
-    y has a unanimous second round; and a disagreeing copy with another label meets y in its second round, so it loses.
+    Proof: on a certified image every copy whose masks hide the patch gives y. If y is not the majority, a one-mask copy
+    that hides the patch disagrees, and its second round is unanimous for y. A disagreeing copy with another label meets
+    y under the mask that hides the patch, so it never wins.
     """
     majority = majority_label(first)
     image, mask = torch.nonzero(first != majority[:, None], as_tuple=True)

@@ -66,7 +66,7 @@ def _view(name: str) -> Any:
     found = VIEW.fullmatch(name)
     if found is None:
         return None
-    kind = found[1]
+    kind: Any = found[1]
     shown = "block" if kind == "block" else f"band of {kind}s"
     words = f"one random {shown} {found[2]} wide, wrapping around, and nothing else"
     return StrategyEntry(words, partial(search.RandomView, ablation=kind, band=int(found[2])))
