@@ -18,7 +18,7 @@ from patchproof.masking import AUTOCAST, Engine, MaskedForward, network
 from patchproof.models import load_classifier
 from patchproof.throughput import wait
 from patchproof.training import masking_strategy
-from patchproof.training.loop import masked_loss
+from patchproof.training.losses import masked_loss
 
 SEARCH_PASSES = 25
 

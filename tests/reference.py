@@ -50,7 +50,7 @@ def two_mask_logits(classifier: Callable[[Tensor], Tensor], image: Tensor, masks
 
 
 def certify(table: list[list[list[float]]], label: int, *, tau: float = 0.0) -> tuple[bool, float]:
-    """(is every two-mask copy right, not by a tie and by at least tau; the smallest margin over all of them)."""
+    """Whether every two-mask copy is right with a positive margin of at least tau, and the smallest margin."""
     cells = [cell for row in table for cell in row]
     certified = all(argmax(c) == label and margin_of(c, label) >= tau and margin_of(c, label) > 0 for c in cells)
     return certified, min(margin_of(c, label) for c in cells)
@@ -88,10 +88,10 @@ CLEAN, PATCHED, FILL = 0.25, 1.0, 0.5
 
 
 class Adversary:
-    """Answers `label` while the patch is hidden, and once it is visible whatever `scheme` says of the hidden pixels.
+    """Predicts `label` if the patch is hidden, otherwise the label that `scheme` gives for the hidden pixels.
 
-    It reads which pixels are hidden (they have the fill colour) and whether a patch pixel is among the visible ones, so
-    it can answer each masked copy as an all-knowing adversary would.
+    It sees which pixels are hidden (they have the fill colour) and whether a patch pixel is visible, so it can choose
+    the label of each masked copy as an all-knowing adversary would.
     """
 
     fill = (FILL,)
@@ -119,7 +119,7 @@ def random_scheme(seed: int, labels: Sequence[int]) -> Callable[[Tensor], int]:
 
 
 def schemes(masks: MaskSet, label: int) -> Iterator[Callable[[Tensor], int]]:
-    """Chance; always the same wrong label; and every copy that hides what one mask hides insists on a wrong label."""
+    """Random labels; always the same wrong label; the wrong label for copies that hide the pixels of one mask."""
     wrong = (label + 1) % 3
     yield from (random_scheme(seed, (0, 1, 2)) for seed in range(8))
     yield from (random_scheme(seed, (label, wrong)) for seed in range(8))
@@ -151,7 +151,7 @@ class ExactClassifier:
 
 
 class ExactMasking(ExactClassifier):
-    """Says for itself what hidden pixels mean: each of them speaks for a label. It is shown the others' fill colour."""
+    """A classifier that handles hidden pixels itself: each of them adds to the logits. They must be filled already."""
 
     def masked(self, images: Tensor, keep: Tensor) -> Tensor:
         require_filled(self, images, keep)
@@ -167,35 +167,31 @@ def cross_entropy(values: Sequence[float], label: int) -> float:
     return float(torch.nn.functional.cross_entropy(torch.tensor([values]), torch.tensor([label])))
 
 
-def _argmax_first(losses: Sequence[float]) -> int:
-    return max(range(len(losses)), key=lambda i: (losses[i], -i))
-
-
 def greedy(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
     """Worst first mask; worst second one among the others."""
-    first = masks.rects[_argmax_first([loss([m]) for m in masks.rects])]
+    first = masks.rects[argmax([loss([m]) for m in masks.rects])]
     others = [m for m in masks.rects if m != first]
-    return first, others[_argmax_first([loss([first, m]) for m in others])]
+    return first, others[argmax([loss([first, m]) for m in others])]
 
 
 def grid(loss: Callable[[Sequence[Rect]], float], masks: MaskSet) -> tuple[Rect, Rect]:
     """Worst of all unordered pairs."""
     pairs = [(a, b) for i, a in enumerate(masks.rects) for b in masks.rects[i:]]
-    return pairs[_argmax_first([loss(pair) for pair in pairs])]
+    return pairs[argmax([loss(pair) for pair in pairs])]
 
 
 def multi_size_greedy(
     loss: Callable[[Sequence[Rect]], float], coarse: MaskSet, fine: MaskSet
 ) -> tuple[tuple[Rect, Rect], tuple[Rect, Rect]]:
-    """Algorithm A1, every loss computed anew, `loss` read as the running maximum it was meant to be."""
+    """Algorithm A1 with every loss computed anew, where `loss` is the running maximum that the paper intends."""
 
     def worst_child(parent: Rect, given: Sequence[Rect]) -> Rect:
         children = [fine.rects[i] for i in fine.children(parent)]
-        return children[_argmax_first([loss([*given, c]) for c in children])]
+        return children[argmax([loss([*given, c]) for c in children])]
 
-    big1 = coarse.rects[_argmax_first([loss([m]) for m in coarse.rects])]
+    big1 = coarse.rects[argmax([loss([m]) for m in coarse.rects])]
     small1 = worst_child(big1, [])
-    big2 = coarse.rects[_argmax_first([loss([small1, m]) for m in coarse.rects])]
+    big2 = coarse.rects[argmax([loss([small1, m]) for m in coarse.rects])]
     small2 = worst_child(big2, [small1])
     return (big1, big2), (small1, small2)
 
@@ -248,7 +244,7 @@ class Remembering:
 
 
 class Curved:
-    """Smooth, not linear, different in every pixel: a wrong gradient shows."""
+    """A smooth, non-linear classifier that weighs every pixel differently, so that a wrong gradient shows."""
 
     fill = (0.25, 0.75)
 
@@ -261,7 +257,7 @@ class Curved:
 
 
 class CurvedMasking(Curved):
-    """Says for itself what hidden pixels mean: the fewer are visible, the more each counts."""
+    """A classifier that handles hidden pixels itself: the fewer are visible, the more each counts."""
 
     def masked(self, images, keep):
         require_filled(self, images.detach(), keep)

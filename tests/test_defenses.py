@@ -1,5 +1,5 @@
-"""What defences have in common: names and options, descriptions that tell them apart, and certificates that outlive the
-process and the precision they were made in."""
+"""Properties of all defences: names, options, descriptions, checked results, and certificates that hold in any process
+and precision."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_defences_have_names_and_options_of_their_own():
         pp.defense("alarm", classifier, THREAT, exhaustive=True)
 
 
-def test_a_description_is_json_and_differs_where_certificates_could():
-    """Also for masks that form no grid, and for grids of the same places whose masks are larger."""
+def test_descriptions_are_json_and_differ_if_certificates_could():
+    """This includes masks that form no grid, and larger masks at the same places."""
     rects = pp.covering_masks(THREAT, per_axis=3).rects
     larger = tuple(pp.Rect(r.top, r.left, r.height if r.top else r.height + 1, r.width) for r in rects)
     described = [
@@ -75,13 +75,13 @@ def test_a_description_is_json_and_differs_where_certificates_could():
         (pp.Alarm, 2, 2, 0),
     ],
 )
-def test_masks_that_leave_nothing_of_an_image_are_remarked_on(kind, per_axis, patches, remarked, notes):
+def test_the_user_is_told_if_masked_copies_show_nothing(kind, per_axis, patches, remarked, notes):
     threat = pp.PatchThreat((28, 28), ((5, 5),), patches)
     kind(torch.relu, pp.covering_masks(threat, per_axis=per_axis), threat)
     assert [note[:37] for note in notes] == ["some masked copies show nothing of th"] * remarked
 
 
-def test_two_patches_are_for_defences_that_say_so_and_described_where_there_are_two(monkeypatch):
+def test_only_masking_defences_accept_two_patches_and_describe_them(monkeypatch):
     two = pp.PatchThreat(THREAT.image_size, THREAT.patch_sizes, patches=2)
     for name in ("patchcleanser", "alarm"):
         one, both = (pp.defense(name, classifier, threat).describe() for threat in (THREAT, two))
@@ -100,7 +100,7 @@ def test_two_patches_are_for_defences_that_say_so_and_described_where_there_are_
 
 
 def plain(count=2, **changes):
-    """A defence of one's own that answers 0 to everything, and certifies it."""
+    """A user's defence that predicts 0 for every image and certifies it, except for `changes`."""
     ones = torch.ones(count, dtype=torch.int64)
     answer = {"predictions": 0 * ones, "certified": ones > 0, "margin": ones.float(), "forwards": ones, "evidence": {}}
     answer |= changes
@@ -118,7 +118,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_a_defence_of_ones_own_answers_is_checked(message):
+def test_results_of_a_users_defence_are_checked(message):
     images, labels = torch.zeros(2, 1, 9, 9), torch.zeros(2, dtype=torch.int64)
     assert assess(plain(), images, labels).certificates.certified.all()
     assert assess(plain(guarantee="detection", predictions=torch.tensor([0, -1])), images, labels).predictions[1] == -1
@@ -140,9 +140,12 @@ for precision in ("fp32", "bf16"):
 """
 
 
-def test_what_one_precision_certifies_another_answers_right_in_a_fresh_process(tmp_path, generator):
-    """Certified in bf16 and answered in float32, and the other way round: the images closest to another answer, with
-    white patches and with noise everywhere. Without τ, dozens of these answers are wrong."""
+def test_certificates_hold_in_another_precision_and_a_fresh_process(tmp_path, generator):
+    """Certify in bf16 and predict in float32, and the other way round.
+
+    The certified images of smallest margin get white and noise patches everywhere. Without τ, dozens of these
+    predictions are wrong.
+    """
     threat, expected = pp.PatchThreat.square(image_size=(12, 12), pixels=3), []
     pixels = torch.randint(0, 128, (150, 12, 12, 3), generator=generator, dtype=torch.uint8).numpy()
     data = [(Image.fromarray(image), 0) for image in pixels]

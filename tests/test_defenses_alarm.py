@@ -1,4 +1,4 @@
-"""Detection: on a certified image no patch brings about a wrong label, only the right one or an alarm."""
+"""Detection: a certified image with any patch gets the right label or an alarm, never a wrong label."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def test_predict_and_certify_equal_the_reference_exactly_with_early_exit_or_with
         assert bool(alone.certificates.certified[row]) == own
 
 
-def test_an_alarm_is_never_certified_also_by_a_defence_that_says_so_of_everything():
-    """`assess` without labels asks such a defence about the labels it answered; −1 is none."""
+def test_an_alarm_is_never_certified_even_if_the_defence_certifies_everything():
     defense = SimpleNamespace(
         name="certain",
         guarantee="detection",
@@ -85,9 +84,9 @@ def test_an_alarm_is_never_certified_also_by_a_defence_that_says_so_of_everythin
     assert assess(defense, images, torch.tensor([0, 1, 2])).certificates.margin.tolist() == [0, 1, 2]
 
 
-def test_attacks_are_timed_also_where_the_timed_image_raises_an_alarm():
+def test_attacks_are_timed_even_if_the_timed_image_raises_an_alarm():
     def classifier(images):
-        """Which half is brighter; with a black mask, the one that it spares."""
+        """The label of the brighter half."""
         halves = images[..., :4, :].mean(dim=(1, 2, 3)), images[..., 4:, :].mean(dim=(1, 2, 3))
         return 9 * torch.stack(halves, dim=1)
 
@@ -99,7 +98,7 @@ def test_attacks_are_timed_also_where_the_timed_image_raises_an_alarm():
     assert cost.attack_seconds > 0
 
 
-def test_other_work_at_the_moment_of_timing_does_not_make_an_estimate_longer():
+def test_a_slow_moment_while_timing_does_not_raise_the_estimate():
     calls = {True: 0, False: 0}  # with gradients, without
 
     def classifier(images):

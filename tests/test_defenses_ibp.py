@@ -1,5 +1,5 @@
-"""Interval bounds by brute force: whatever is put at any position, no margin leaves its bound and no certified answer
-changes; with a window that is one pixel too small they do."""
+"""Interval bounds by brute force: no patch content at any position moves a margin out of its bounds or changes a
+certified prediction, unless the window is one pixel too small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.defenses import IntervalBounds, assess
-from patchproof.defenses.ibp import quarters
 from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
@@ -22,7 +21,7 @@ THREAT = pp.PatchThreat(SIZE, ((2, 3), (3, 2)))
 
 
 def attained() -> nn.Module:
-    """One linear layer, whose bounds a patch attains."""
+    """One linear layer, for which a patch can reach the bounds."""
     with seeded(3):
         found = nn.Sequential(nn.Flatten(), nn.Linear(144, 3))
         found[1].weight.data += torch.randn(3, 2, 1).expand(3, 2, 72).flatten(1) / 4
@@ -59,8 +58,10 @@ def attacked(image: Tensor, place: Tensor, network: nn.Module, label: int, gener
 
 
 def broken(defense: IntervalBounds, images: Tensor, labels: Tensor, places: Tensor, generator) -> tuple[int, int]:
-    """How many images are certified; how often patches at these places on those closest to failing lead below the
-    bound, or to another answer."""
+    """The number of certified images, and the number of patches at these places that break a bound or a prediction.
+
+    Patches are tried on the certified images of smallest margin.
+    """
     proof, below = defense.certify(images, labels), 0
     for row in proof.margin.masked_fill(~proof.certified, torch.inf).argsort()[:4].tolist():
         label = int(labels[row])
@@ -91,7 +92,7 @@ def test_no_patch_moves_a_certified_answer_unless_the_window_is_one_pixel_too_sm
 
 
 def test_every_position_of_every_size_is_bounded_and_windows_change_no_verdict(generator):
-    """Against every position, in plain loops; whatever the batch."""
+    """Compare with plain loops over every position, for several batch sizes."""
     classifier, images = network(), torch.rand(12, 2, *SIZE, generator=generator)
     images = (images + 2 * torch.rand(12, 2, 1, 1, generator=generator)) / 3
     labels = classifier(images).argmax(dim=1)
@@ -137,7 +138,7 @@ def test_every_position_of_every_size_is_bounded_and_windows_change_no_verdict(g
 
 @pytest.mark.parametrize("patch", [(9, 8), (9, 7), (8, 6), (1, 8)])
 def test_few_positions_and_no_images(patch, generator):
-    """Fewer positions than a block holds, and an image that is one row of them."""
+    """Threats with fewer positions than a block holds, some in a single row."""
     classifier, images = network(), torch.rand(5, 2, *SIZE, generator=generator)
     defense = IntervalBounds(classifier, pp.PatchThreat(SIZE, (patch,)))
     taken = defense.certify(images, classifier(images).argmax(dim=1)).forwards
@@ -146,18 +147,7 @@ def test_few_positions_and_no_images(patch, generator):
     assert none.certified.shape == none.forwards.shape == defense.predict(images[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (4, 4), (3, 2), (7, 9)])
-def test_quarters_hold_every_position_once(size):
-    parts, singles = torch.tensor([(2, 3, *size, 2, 3)]), []
-    while len(parts):
-        single = (parts[:, 2:4] == 1).all(dim=1)
-        singles += [tuple(row[:2]) for row in parts[single].tolist()]
-        parts = quarters(parts[~single])
-        parts = parts[(parts[:, 2:4] > 0).all(dim=1)]
-    assert sorted(singles) == [(2 + row, 3 + column) for row in range(size[0]) for column in range(size[1])]
-
-
-def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():
+def test_networks_without_bounds_are_refused_when_the_defence_is_built():
     with pytest.raises(InputError, match="cannot pass the layer SmallResNet, only Conv2d"):
         pp.defense("ibp", load_classifier("small", "random"), THREAT)
     with pytest.raises(InputError, match="ibp needs a network of known layers, not function"):
@@ -181,7 +171,7 @@ def test_what_cannot_be_bounded_is_refused_when_the_defence_is_built():
     assert json.loads(json.dumps(described))["patch_sizes"] == [[2, 3], [3, 2]]
 
 
-def test_a_bound_that_is_no_number_proves_nothing(generator):
+def test_a_nan_bound_proves_nothing(generator):
     classifier, images = network(), torch.rand(2, 2, *SIZE, generator=generator)
     classifier.module[0].bias.data[0] = torch.nan
     found = IntervalBounds(classifier, THREAT).certify(images, torch.zeros(2, dtype=torch.int64))
@@ -190,7 +180,7 @@ def test_a_bound_that_is_no_number_proves_nothing(generator):
     assert (found.evidence["worst.label"] != 0).all()
 
 
-def test_a_run_certifies_with_it(generator):
+def test_a_run_certifies_with_interval_bounds(generator):
     classifier = load_classifier("cnn_ibp", "random", num_classes=3, input_size=(8, 8), seed=4)
     defense = pp.defense("ibp", classifier, pp.PatchThreat((8, 8), ((1, 1),)))
     images = [(torch.rand(3, 8, 8, generator=generator), i % 3) for i in range(6)]

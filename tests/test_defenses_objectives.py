@@ -1,4 +1,4 @@
-"""What each way to fail aims at, against its definition."""
+"""The objectives of attacks against their definitions: promising locations, aims and losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OBJECTIVES = WrongMajority(MASKS), FakeUnanimity(MASKS), SilentAgreement(MASKS)
 
 
 def exact_scene(seed: int):
-    """Three images, and what each objective knows of their clean copies."""
+    """Three images, and the clean answers that each objective reads."""
     generator = torch.Generator().manual_seed(seed)
     classifier = reference.ExactClassifier((7, 6), 3, generator)
     images = torch.randint(0, 5, (3, 2, 7, 6), generator=generator) / 4
@@ -37,7 +37,7 @@ def exact_scene(seed: int):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_promising_places_are_those_of_the_definition(seed):
+def test_promising_locations_equal_the_definition(seed):
     classifier, images, labels, scenes = exact_scene(seed)
     found = [o.promising(scene, HIDES) for o, scene in zip(OBJECTIVES, scenes, strict=True)]
     for b, image in enumerate(images):
@@ -53,7 +53,7 @@ def test_promising_places_are_those_of_the_definition(seed):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_aims_look_at_every_copy_that_shows_the_patch_and_no_other(seed):
+def test_aims_use_exactly_the_copies_that_show_the_patch(seed):
     _, _, labels, scenes = exact_scene(seed)
     draw = torch.Generator().manual_seed(seed)
     places = PLACES[torch.randint(len(PLACES), (3,), generator=draw)]
@@ -74,7 +74,7 @@ def test_aims_look_at_every_copy_that_shows_the_patch_and_no_other(seed):
 
 
 def answers(*labels: int) -> torch.Tensor:
-    """Logits of one image's copies that answer these labels by far."""
+    """Logits of one image's copies that predict these labels by a large margin."""
     return 5.0 * functional.one_hot(torch.tensor([labels]), 3).float()
 
 
@@ -84,7 +84,7 @@ def loss_of(objective, logits, used=None, wrong=1) -> float:
     return float(objective.loss(logits, torch.tensor([0]), Aim(view, used, torch.tensor([wrong]))))
 
 
-def test_a_wrong_majority_wants_votes_for_one_label_and_no_row_that_confirms_the_right_one():
+def test_wrong_majority_rewards_agreeing_votes_and_contradicted_second_rounds():
     """The label is 0. Three one-mask copies, then the weakest copy in the second round of each."""
     objective = WrongMajority(MASKS)
     ladder = [(0, 0, 0, 0, 0, 0), (1, 0, 0, 1, 0, 0), (1, 1, 0, 1, 1, 0), (1, 1, 0, 1, 1, 2), (1, 1, 1, 1, 1, 2)]
@@ -95,7 +95,7 @@ def test_a_wrong_majority_wants_votes_for_one_label_and_no_row_that_confirms_the
     assert loss_of(objective, answers(1, 1, 0, 1, 1, 0), unseen) == loss_of(objective, answers(1, 1, 1, 1, 1, 1))
 
 
-def test_agreement_on_a_wrong_label_wants_every_copy_and_the_last_one_most():
+def test_agreement_on_a_wrong_label_rewards_every_copy_and_the_last_one_most():
     for objective in (FakeUnanimity(MASKS), SilentAgreement(MASKS)):
         losses = [loss_of(objective, answers(*row)) for row in [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]]
         steps = [b - a for a, b in itertools.pairwise(losses)]

@@ -80,7 +80,7 @@ def test_double_masking_equals_the_reference_on_any_table(seed, n, classes):
 
 
 def random_case(seed: int):
-    """Exact arithmetic, by a classifier that may hide pixels its own way; labels that often hold."""
+    """A classifier with exact arithmetic that may hide pixels its own way, and labels that are mostly right."""
     generator = torch.Generator().manual_seed(seed)
     size = tuple(torch.randint(5, 9, (2,), generator=generator).tolist())
     patch = tuple(torch.randint(1, 4, (2,), generator=generator).tolist())
@@ -113,7 +113,7 @@ def test_certify_equals_the_reference_exactly(seed, exhaustive, chunk, tau):
 
 
 def asked_for(first, table) -> int:
-    """Passes of Algorithm 1 where each disagreeing copy's second round is looked at whole: an upper bound."""
+    """An upper bound on the passes of Algorithm 1: the second round of each disagreeing copy in full."""
     majority = reference.predict(first, lambda _: [-1])
     return len(first) * (1 + sum(label != majority for label in first))
 
@@ -159,7 +159,7 @@ def test_every_pass_is_counted_and_no_union_of_masks_is_evaluated_twice(seed):
         assert len(seen) == len(masks.unions) or not found.certified
 
 
-def test_an_image_is_given_up_at_its_first_wrong_label_whatever_the_rest_of_the_batch():
+def test_an_image_is_given_up_at_its_first_wrong_label_independent_of_the_batch():
     threat = pp.PatchThreat.square(image_size=(24, 24), pixels=3)
     masks = pp.covering_masks(threat, per_axis=6)
     engine = measured()
@@ -179,7 +179,7 @@ def test_an_image_is_given_up_at_its_first_wrong_label_whatever_the_rest_of_the_
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[row])
 
 
-def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_or_a_tie_certifies_nothing():
+def test_masked_nans_stay_hidden_and_visible_nans_or_ties_certify_nothing():
     def brightness(x):
         x = torch.where(x == 1, torch.nan, x)
         return torch.stack([x.sum((1, 2, 3)), -x.sum((1, 2, 3))], 1)
@@ -195,7 +195,7 @@ def test_a_nan_under_a_mask_stays_hidden_and_a_visible_one_or_a_tie_certifies_no
 
 
 def test_no_tensor_grows_with_masks_times_pairs(monkeypatch):
-    """The second round of many disagreeing copies, also when it is asked about in parts."""
+    """This holds for the second round of many disagreeing copies, and evaluating it in parts changes nothing."""
 
     class Largest(TorchDispatchMode):
         numbers = 0
@@ -225,26 +225,12 @@ def test_no_tensor_grows_with_masks_times_pairs(monkeypatch):
     assert defense.predict(image).equal(answer)
 
 
-def test_a_union_named_twice_in_one_call_is_evaluated_once():
-    masks = pp.MaskSet((1, 8), (pp.Rect(0, 0, 1, 4), pp.Rect(0, 4, 1, 4), pp.Rect(0, 2, 1, 6)))
-    seen: list[bytes] = []
-
-    def classifier(images):
-        seen.extend(image.numpy().tobytes() for image in images)
-        return torch.stack([images.sum((1, 2, 3)), 4.4 - images.sum((1, 2, 3))], 1)
-
-    pp.PatchCleanser(classifier, masks, pp.PatchThreat((1, 8), ((1, 1),))).predict(
-        torch.linspace(0, 1, 8).view(1, 1, 1, 8)
-    )
-    assert len(seen) == len(set(seen))
-
-
-def test_an_ensemble_whose_members_hide_pixels_each_in_their_own_way_is_one_classifier(generator):
+def test_an_ensemble_is_one_classifier_whose_members_hide_pixels_their_own_way(generator):
     own, grey = reference.CurvedMasking((6, 6), 3, generator), nn.Sequential(nn.Flatten(), nn.Linear(72, 3)).eval()
     images = torch.rand(6, 2, 6, 6, generator=generator)
 
     class Mean:
-        """What the ensemble must be, one image at a time."""
+        """The ensemble by its definition."""
 
         fill = (0.0, 0.0)
 
@@ -267,7 +253,7 @@ def test_an_ensemble_whose_members_hide_pixels_each_in_their_own_way_is_one_clas
 
 
 def test_tau_is_measured_before_anything_is_certified():
-    """The copy under the first mask alone leads by `lead`, and logits wobble by 1e-3 from batch to batch."""
+    """The copy under the first mask has the margin `lead`, and logits change by 1e-3 from batch to batch."""
     batches = []
 
     def classifier(images, lead=1.0):
@@ -299,7 +285,7 @@ def test_tau_is_measured_again_once_the_weights_have_changed(generator):
     assert taus[0] == taus[1] < 10 * taus[0] < taus[2]
 
 
-def test_wrong_images_and_labels_are_refused_and_none_have_no_answers():
+def test_wrong_images_and_labels_are_refused_and_empty_batches_accepted():
     defense = pp.PatchCleanser(lambda x: x.flatten(1)[:, :3], MASKS, THREAT)
     none, labels = torch.zeros(0, 1, 6, 6), torch.zeros(0, dtype=torch.int64)
     assert defense.predict(none).tolist() == defense.certify(none, labels).certified.tolist() == []

@@ -3,7 +3,7 @@ view or cell that the patch touches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -19,15 +19,16 @@ from reference import all_patches, argmax, measured
 CLASSES = 3
 SIZE = (1, 9)
 THREAT = pp.PatchThreat(SIZE, ((1, 2),))
+IMAGE = torch.zeros(1, 1, *SIZE)
 THRESHOLD = 0.4
 VOTES = [set(chosen) for count in range(3) for chosen in combinations(range(CLASSES), count)]
-"""What a view can vote for when a vote takes a probability of 0.4."""
+"""The votes that a view can cast if a vote takes a probability of 0.4."""
 STEP = 1 / 4096
-"""Patch pixels say which answers the adversary gives: (number + 1) · STEP. Clean pixels are 0."""
+"""Patch pixels have the value (number + 1) · STEP, which selects the adversary's logits; clean pixels are 0."""
 
 
 class Scripted:
-    """Answers for each view, or each cell, as written: `clean[i]` without a patch, else `attacks[number][i]`."""
+    """Scripted logits for each view or cell i: `clean[i]` without a patch, else `attacks[number][i]`."""
 
     fill = (0.0,)
     num_classes = CLASSES
@@ -136,54 +137,17 @@ def bounded_rule(evidence: list[list[float]], y: int, touches: list[set[int]], l
     )
 
 
-SMOOTHING = {
-    "derandomized-smoothing": {"certificate": "count"},
-    "exact": {"certificate": "exact"},
-    "patchguard-smoothing": {},
+SMOOTHING: dict[str, dict[str, Any]] = {
+    "derandomized-smoothing": {"certificate": "count", "threshold": THRESHOLD},
+    "exact": {"certificate": "exact", "threshold": THRESHOLD},
+    "patchguard-smoothing": {"threshold": THRESHOLD},
     "smoothed-vit": {"stride": 1},
 }
 
 
 def smoothing(name: str, classifier: Any) -> Any:
     known = name if name != "exact" else "derandomized-smoothing"
-    options = {"band": 2, **SMOOTHING[name]} | ({} if name == "smoothed-vit" else {"threshold": THRESHOLD})
-    return pp.defense(known, classifier, THREAT, engine=measured(batch_size=512), **options)
-
-
-@pytest.mark.parametrize("name", SMOOTHING)
-def test_votes_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
-    certified, fallen = 0, 0
-    for seed in range(12):
-        votes, attacks, touches = view_cases(seed)
-        if name == "smoothed-vit":  # one vote per view, for the smallest of the largest
-            votes = [{min(v, default=0)} for v in votes]
-        classifier = Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks)
-        n = [sum(c in v for v in votes) for c in range(CLASSES)]
-        evidence = [[float(c in v) for c in range(CLASSES)] for v in votes]
-        answer = argmax(masked_scores(evidence, touches) if name == "patchguard-smoothing" else n)
-        defense, image = smoothing(name, classifier), torch.zeros(1, 1, *SIZE)
-        assert int(defense.predict(image)) == answer
-        for y in range(CLASSES):
-            found = defense.certify(image, torch.tensor([y]))
-            count, exact = count_rule(votes, y, touches), exact_rule(votes, y, touches)
-            assert exact or not count
-            rules = {"exact": exact, "patchguard-smoothing": masked_rule(evidence, y, touches)}
-            if name == "smoothed-vit":  # a tie between logits is no sure vote
-                assert not bool(found.certified) or count
-            else:
-                assert bool(found.certified) == rules.get(name, count)
-            if "votes.exact" in found.evidence and name != "smoothed-vit":
-                assert (bool(found.evidence["votes.count"]), bool(found.evidence["votes.exact"])) == (count, exact)
-            if bool(found.certified):
-                certified += 1
-                assert set(defense.predict(patched(len(attacks))).tolist()) == {y}
-        with monkeypatch.context() as patch:  # Δ one too small falls
-            patch.setattr(Fields, "touched_by", one_too_small)
-            broken = smoothing(name, classifier)
-            if bool(broken.certify(image, torch.tensor([answer])).certified):
-                fallen += set(broken.predict(patched(len(attacks))).tolist()) != {answer}
-    assert certified > 1
-    assert fallen
+    return pp.defense(known, classifier, THREAT, engine=measured(batch_size=512), band=2, **SMOOTHING[name])
 
 
 TOUCHED_BY = Fields.touched_by
@@ -196,6 +160,59 @@ def one_too_small(fields: Fields, threat: pp.PatchThreat, **options: bool) -> Wi
     return Windows(touched & (touched.cumsum(dim=1) < touched.sum(dim=1, keepdim=True)), windows.places)
 
 
+def check_against_adversary(build: Any, attacks: Tensor, answer: int, verdict: Any, monkeypatch) -> tuple[int, int]:
+    """Compare predictions and certificates with the reference, and attack every certified answer in every way.
+
+    Returns how many certificates there are, and whether one falls to an attack if A(p) is one cell too small.
+    """
+    defense, certified, fallen = build(), 0, 0
+    assert int(defense.predict(IMAGE)) == answer
+    for y in range(CLASSES):
+        found = defense.certify(IMAGE, torch.tensor([y]))
+        verdict(found, y)
+        if bool(found.certified):
+            certified += 1
+            assert set(defense.predict(patched(len(attacks))).tolist()) == {y}
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "touched_by", one_too_small)
+        receptive_windows.cache_clear()
+        broken = build()
+        if bool(broken.certify(IMAGE, torch.tensor([answer])).certified):
+            fallen = int(set(broken.predict(patched(len(attacks))).tolist()) != {answer})
+    receptive_windows.cache_clear()
+    return certified, fallen
+
+
+@pytest.mark.parametrize("name", SMOOTHING)
+def test_votes_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
+    results = []
+    for seed in range(12):
+        votes, attacks, touches = view_cases(seed)
+        if name == "smoothed-vit":  # one vote per view, for the smallest of the largest
+            votes = [{min(v, default=0)} for v in votes]
+        classifier = Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks)
+        n = [sum(c in v for v in votes) for c in range(CLASSES)]
+        evidence = [[float(c in v) for c in range(CLASSES)] for v in votes]
+        answer = argmax(masked_scores(evidence, touches) if name == "patchguard-smoothing" else n)
+
+        def verdict(found: pp.Certificates, y: int, votes=votes, evidence=evidence, touches=touches) -> None:
+            count, exact = count_rule(votes, y, touches), exact_rule(votes, y, touches)
+            assert exact or not count
+            rules = {"exact": exact, "patchguard-smoothing": masked_rule(evidence, y, touches)}
+            if name == "smoothed-vit":  # a tie between logits is no sure vote
+                assert not bool(found.certified) or count
+                return
+            assert bool(found.certified) == rules.get(name, count)
+            if name != "patchguard-smoothing":
+                assert (bool(found.evidence["votes.count"]), bool(found.evidence["votes.exact"])) == (count, exact)
+
+        build = partial(smoothing, name, classifier)
+        results.append(check_against_adversary(build, attacks, answer, verdict, monkeypatch))
+    certified, fallen = map(sum, zip(*results, strict=True))
+    assert certified > 1
+    assert fallen
+
+
 def test_the_exact_certificate_falls_without_the_views_that_wrap_around(monkeypatch):
     def unwrapped(fields: Fields, threat: pp.PatchThreat) -> Windows:
         windows, wraps = TOUCHED_BY(fields, threat), fields.columns[:, 0] & fields.columns[:, -1]
@@ -206,55 +223,38 @@ def test_the_exact_certificate_falls_without_the_views_that_wrap_around(monkeypa
     _, attacks, touches = view_cases(0)
     defense = smoothing("exact", Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks))
     assert not exact_rule(votes, 0, touches)
-    assert bool(defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0])).certified)
+    assert bool(defense.certify(IMAGE, torch.tensor([0])).certified)
     assert set(defense.predict(patched(len(attacks))).tolist()) != {0}
 
 
-LOCAL = ("clipped-bagnet", "patchguard-bagnet", "bagcert")
-
-
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", ["clipped-bagnet", "patchguard-bagnet", "bagcert"])
 def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
     extremes = [(-400.0,) * 3, (400.0, -400.0, -400.0), (-400.0, 400.0, -400.0), (-400.0, -400.0, 400.0)]
     attacks = clean_and_attacks(len(extremes), lambda answers, i: extremes[answers[i % 3]])
-    cells = SIZE[1] + 1
+    cells, results = SIZE[1] + 1, []
     touches = windows_of(lambda i, p: {i - 1, i} & set(range(p.left, p.right)), cells)
-    certified, fallen = 0, 0
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         lean = torch.nn.functional.one_hot(torch.randint(CLASSES, (1,), generator=generator), CLASSES)
         leaning = 4 * (torch.rand(cells, generator=generator) < 0.9)
         clean = torch.randint(-8, 8, (cells, CLASSES), generator=generator) / 4 + 0.125 + lean * leaning[:, None]
         clean = 20 * clean if name == "clipped-bagnet" else clean - float(name == "bagcert")
-        maps = {
-            "clipped-bagnet": lambda value: torch.tanh(0.05 * value - 1),
-            "patchguard-bagnet": torch.relu,
-            "bagcert": lambda value: (value > 0).double(),
+        local: dict[str, Any] = {
+            "clipped-bagnet": (lambda value: torch.tanh(0.05 * value - 1), partial(bounded_rule, least=-1)),
+            "patchguard-bagnet": (torch.relu, masked_rule),
+            "bagcert": (lambda value: (value > 0).double(), partial(bounded_rule, least=0)),
         }
-        evidence = maps[name](clean.double()).tolist()
+        evidence_of, rule = local[name]
+        evidence = evidence_of(clean.double()).tolist()
         plain = [sum(e[c] for e in evidence) for c in range(CLASSES)]
         answer = argmax(masked_scores(evidence, touches) if name == "patchguard-bagnet" else plain)
-        image, classifier = torch.zeros(1, 1, *SIZE), Scripted(clean, attacks)
-        defense = pp.defense(name, classifier, THREAT)
-        assert int(defense.predict(image)) == answer
-        for y in range(CLASSES):
-            found = defense.certify(image, torch.tensor([y]))
-            rules = {
-                "clipped-bagnet": bounded_rule(evidence, y, touches, -1),
-                "patchguard-bagnet": masked_rule(evidence, y, touches),
-                "bagcert": bounded_rule(evidence, y, touches, 0),
-            }
-            assert bool(found.certified) == rules[name]
-            if bool(found.certified):
-                certified += 1
-                assert set(defense.predict(patched(len(attacks))).tolist()) == {y}
-        with monkeypatch.context() as patch:  # a window one cell too small falls
-            patch.setattr(Fields, "touched_by", one_too_small)
-            receptive_windows.cache_clear()
-            broken = pp.defense(name, classifier, THREAT)
-            if bool(broken.certify(image, torch.tensor([answer])).certified):
-                fallen += set(broken.predict(patched(len(attacks))).tolist()) != {answer}
-        receptive_windows.cache_clear()
+
+        def verdict(found: pp.Certificates, y: int, evidence=evidence, rule=rule) -> None:
+            assert bool(found.certified) == rule(evidence, y, touches)
+
+        build = partial(pp.defense, name, Scripted(clean, attacks), THREAT)
+        results.append(check_against_adversary(build, attacks, answer, verdict, monkeypatch))
+    certified, fallen = map(sum, zip(*results, strict=True))
     assert certified > 1
     assert fallen
 
@@ -275,7 +275,7 @@ class Local:
         return torch.where(loud, 1e7, 1.0) * self.logits.T[None, :, None]
 
 
-def test_robust_masking_is_asked_about_patches_at_the_border_that_reach_fewer_cells():
+def test_robust_masking_considers_border_patches_that_touch_fewer_cells():
     """Σ_{∉A(p)} e_c is larger for the smaller A(p) there: such a patch may fail where the next one does not."""
     touches = windows_of(lambda i, p: {i, i + 1} & set(range(p.left, p.right)), 8)
     assert {len(a) for a in touches} == {2, 3}
@@ -284,7 +284,7 @@ def test_robust_masking_is_asked_about_patches_at_the_border_that_reach_fewer_ce
         logits = torch.rand(8, CLASSES, generator=torch.Generator().manual_seed(seed)).double()
         logits = torch.cat([1.5 * logits[:, :1] ** 0.5, logits[:, 1:] ** 4], dim=1)
         defense = pp.defense("patchguard-bagnet", Local(logits), THREAT)
-        found.append(bool(defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0])).certified))
+        found.append(bool(defense.certify(IMAGE, torch.tensor([0])).certified))
         expected.append(masked_rule(logits.tolist(), 0, touches))
         without.append(masked_rule(logits.tolist(), 0, [a for a in touches if len(a) == 3]))
     assert found == expected
@@ -311,15 +311,14 @@ def test_local_logits_follow_the_weights_however_they_are_changed():
             return self.weight[None, :, None, None] * (1 + images[:, :1])
 
     network = Pixels()
-    defense, image = pp.defense("clipped-bagnet", network, THREAT), torch.zeros(1, 1, *SIZE)
-    assert int(defense.predict(image)) == 0
+    defense = pp.defense("clipped-bagnet", network, THREAT)
+    assert int(defense.predict(IMAGE)) == 0
     network.weight.data.copy_(network.weight.data.flip(0))
-    assert int(defense.predict(image)) == 2
+    assert int(defense.predict(IMAGE)) == 2
 
 
-def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
-    """Within τ of the threshold, or within a softmax's own rounding, a vote for y is not counted and one for another
-    class is."""
+def test_votes_that_rounding_could_change_do_not_count():
+    """If a vote is within τ or a softmax's rounding of the threshold, it counts only if it is for another class."""
     sure = torch.tensor([[5.0, 0.0, 0.0]] * 6 + [[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])  # with the close one 7 to 1; 2Δ = 6
     odds = torch.log(torch.tensor(THRESHOLD / (1 - THRESHOLD)))
     for tau, above, expected in ((1e-4, 1e-3, True), (1e-2, 1e-3, False), (1e-9, 4e-7, False)):
@@ -328,29 +327,29 @@ def test_a_vote_or_a_local_score_that_rounding_could_turn_does_not_count():
         classifier = Scripted(clean, torch.zeros(1, SIZE[1], CLASSES))
         engine = measured(tau_fp32=tau)
         defense = pp.defense("derandomized-smoothing", classifier, THREAT, band=2, threshold=THRESHOLD, engine=engine)
-        found = defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+        found = defense.certify(IMAGE, torch.tensor([0]))
         assert bool(found.certified) == expected
         assert found.evidence["votes.label"].tolist() == [7]
 
 
-def test_a_smoothed_vit_counts_the_passes_of_labels_decided_again_and_no_lead_that_overflowed():
-    """In bf16 the votes of three views are open; a logit that is infinite is no sure vote."""
+def test_smoothed_vit_counts_repeated_passes_and_ignores_infinite_margins():
+    """In bf16 the votes of three views are decided again; a view with an infinite logit casts no sure vote."""
     clean = torch.tensor([[8.0, 0.0, 0.0]] * 6 + [[0.5, 0.0, 0.0]] * 3)
     attacks = torch.zeros(1, SIZE[1], CLASSES)
     engine = measured(tau=1.0, tau_fp32=1e-3, precision="bf16")
     options = {"band": 2, "stride": 1, "certificate": "exact"}
-    image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
+    label = torch.tensor([0])
     defense = pp.defense("smoothed-vit", Scripted(clean, attacks), THREAT, engine=engine, **options)
-    assert defense.certify(image, label).forwards.tolist() == [SIZE[1] + 3]
+    assert defense.certify(IMAGE, label).forwards.tolist() == [SIZE[1] + 3]
     for top, expected in ((8.0, True), (torch.inf, False)):
         clean[:, 0] = top
         classifier = Scripted(clean, attacks)
         defense = pp.defense("smoothed-vit", classifier, THREAT, engine=measured(tau_fp32=1e-3), **options)
-        assert bool(defense.certify(image, label).certified) == expected
+        assert bool(defense.certify(IMAGE, label).certified) == expected
 
 
 def test_a_hostile_image_does_not_stop_a_smoothed_vit():
-    """In bf16 its first view is off by more than τ allows: float32 answers, and so predicts."""
+    """In bf16 the first view is off by more than τ allows, so prediction falls back to float32."""
 
     class Drifting(Scripted):
         def masked(self, images: Tensor, keep: Tensor) -> Tensor:
@@ -361,7 +360,7 @@ def test_a_hostile_image_does_not_stop_a_smoothed_vit():
     engine = measured(tau=0.4, tau_fp32=1e-3, precision="bf16")
     defense = pp.defense("smoothed-vit", classifier, THREAT, engine=engine, band=2, stride=1)
     with pytest.raises(TauExceededError):
-        defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+        defense.certify(IMAGE, torch.tensor([0]))
     found = pp.predict(defense, [torch.zeros(1, *SIZE)])
     assert (found[0].label, found[0].certified, found.misjudged) == (0, True, 1)
 
@@ -379,12 +378,12 @@ class Single(Scripted):
         return torch.nn.functional.conv2d(images, torch.ones(CLASSES, 1, 1, 2))
 
 
-def test_a_receptive_field_that_was_refused_is_refused_again():
+def test_a_false_receptive_field_is_refused_every_time():
     scripted = Blurred(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
     defense = pp.defense("bagcert", scripted, THREAT)
     for _ in range(2):
         with pytest.raises(CheckError, match="is not what the network has"):
-            defense.certify(torch.zeros(1, 1, *SIZE), torch.tensor([0]))
+            defense.certify(IMAGE, torch.tensor([0]))
 
 
 @pytest.mark.parametrize(
@@ -401,48 +400,38 @@ def test_a_receptive_field_that_was_refused_is_refused_again():
         ("patchguard-bagnet", 4, "can touch 5 of 10 cells"),
     ],
 )
-def test_a_defence_that_can_certify_no_image_says_so_once(name, patch, words, notes):
-    """And only then: where it says nothing, an image that speaks for one class alone is certified."""
+def test_the_user_is_told_once_if_no_image_can_be_certified(name, patch, words, notes):
+    """If there is no message, an image whose evidence is for one class alone is certified."""
     scripted = Scripted(torch.full((10, CLASSES), -100.0), torch.full((1, 10, CLASSES), -100.0))
     options = {"band": 2, "engine": measured()} if "smooth" in name else {}
     options |= {"stride": 1} if name == "smoothed-vit" else {}
     defense = pp.defense(name, scripted, pp.PatchThreat(SIZE, ((1, patch),)), **options)
-    image = torch.zeros(1, 1, *SIZE)
-    assert not defense.certify(image, torch.tensor([1])).certified.any()
-    assert not defense.certify(image, torch.tensor([2])).certified.any()
+    assert not defense.certify(IMAGE, torch.tensor([1])).certified.any()
+    assert not defense.certify(IMAGE, torch.tensor([2])).certified.any()
     scripted.clean[:, 0] = 100.0
-    assert defense.certify(image, torch.tensor([0])).certified.all() == (words is None)
+    assert defense.certify(IMAGE, torch.tensor([0])).certified.all() == (words is None)
     assert len(notes) == (words is not None)
     if words:
         assert notes[0].startswith(f"no image can be certified by {name}")
         assert words in notes[0]
 
 
-def bad_inputs() -> Iterator[Any]:
+@pytest.mark.parametrize("case", range(9))
+def test_wrong_input_is_one_clear_line(case):
     scripted = Scripted(torch.zeros(SIZE[1] + 1, CLASSES), torch.ones(1, SIZE[1] + 1, CLASSES))
-    image, label = torch.zeros(1, 1, *SIZE), torch.tensor([0])
-    plain = lambda images: images.new_zeros(len(images), CLASSES)  # noqa: E731
-    yield (
-        lambda: pp.defense("bagcert", plain, THREAT),
-        InputError,
-        "needs a classifier with `local_logits`.*bagcert trains a BagNet",
-    )
-    yield lambda: pp.defense("bagcert", Sized(scripted.clean, scripted.attacks), THREAT), (
-        InputError), r"receptive_field must be \(size, stride, offset\)"  # fmt: skip
-    yield lambda: pp.defense("bagcert", Single(scripted.clean, scripted.attacks), THREAT).certify(image, label), (
-        CheckError), "local_logits fails on float64 images of"  # fmt: skip
-    for name, options in (("bagcert", {}), ("derandomized-smoothing", {"band": 2, "engine": measured()})):
-        for wrong in (-1, CLASSES):
-            yield lambda name=name, options=options, wrong=wrong: pp.defense(name, scripted, THREAT, **options).certify(
-                image, torch.tensor([wrong])
-            ), InputError, "but the classifier has the outputs 0 to 2"  # fmt: skip
-    yield lambda: pp.defense("smoothed-vit", scripted, THREAT), InputError, "band must be from 1 to the 9 pixels"
-    yield lambda: pp.defense("derandomized-smoothing", scripted, THREAT, threshold=1.5), InputError, "threshold must be"
-    yield lambda: pp.defense("patchguard-smoothing", scripted, THREAT, engine=pp.Engine(precision="fp16")), (
-        InputError), "votes in float32"  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), list(bad_inputs()))
-def test_wrong_input_is_one_clear_line(call, error, message):
+    sized, single = (kind(scripted.clean, scripted.attacks) for kind in (Sized, Single))
+    needs = "needs a classifier with `local_logits`.*bagcert trains a BagNet"
+    banded, label, outputs = {"band": 2, "engine": measured()}, 0, "but the classifier has the outputs 0 to 2"
+    classifier, name, options, label, error, message = [
+        (lambda images: images.new_zeros(len(images), CLASSES), "bagcert", {}, label, InputError, needs),
+        (sized, "bagcert", {}, label, InputError, r"receptive_field must be \(size, stride, offset\)"),
+        (single, "bagcert", {}, label, CheckError, "local_logits fails on float64 images of"),
+        (scripted, "bagcert", {}, -1, InputError, outputs),
+        (scripted, "bagcert", {}, CLASSES, InputError, outputs),
+        (scripted, "derandomized-smoothing", banded, CLASSES, InputError, outputs),
+        (scripted, "smoothed-vit", {}, label, InputError, "band must be from 1 to the 9 pixels"),
+        (scripted, "derandomized-smoothing", {"threshold": 1.5}, label, InputError, "threshold must be"),
+        (scripted, "patchguard-smoothing", {"engine": pp.Engine(precision="fp16")}, label, InputError, "in float32"),
+    ][case]
     with pytest.raises(error, match=message):
-        call()
+        pp.defense(name, classifier, THREAT, **options).certify(IMAGE, torch.tensor([label]))

@@ -1,6 +1,6 @@
-"""What only a GPU can show: fast arithmetic, compiled networks, whole chunks, and real memory that runs out.
+"""Properties that need a GPU: fast arithmetic, compiled networks, whole chunks, and running out of memory.
 
-Skipped where there is none; on a machine with one, `python -m pytest tests/test_gpu.py`.
+They are skipped without a GPU; with one, run `python -m pytest tests/test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def records(folder: Path, *words: str) -> list[dict]:
-    """What a command leaves. One that compiles has a process of its own: no compiler traces the tests' checks."""
+    """Records of a command; with `--compile` it runs in a process where the tests' type checks are not compiled."""
     words = (*words, "--output", str(folder))
     if "--compile" in words:
         subprocess.run([sys.executable, "-m", "patchproof", *words], check=True)
@@ -71,7 +71,7 @@ def on_the_cpu(trained, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("flags", ["auto", "fp32", "tf32", "bf16", "fp16", "fp16 --compile", "bf16 --exhaustive"])
 def test_the_verdicts_are_those_of_the_cpu(trained, on_the_cpu, tmp_path, flags):
-    """Labels closer than τ count as wrong, and τ differs between devices: hardly an image may change sides."""
+    """Labels with margins below τ count as wrong, and τ differs between devices, so one verdict may differ."""
     found = certify(trained, tmp_path / "r", "--device", DEVICE, "--precision", *flags.split())
     different = [a for a, b in zip(found, on_the_cpu, strict=True) if a != b]
     assert len(different) <= 1
@@ -121,7 +121,7 @@ def test_certified_attacked_defended_image_by_image(trained, tmp_path, flags):
 
 @pytest.mark.parametrize("name", ["greedy", "grid3x3", "gutout3x3"])
 def test_the_search_finds_the_masks_of_the_cpu(trained, name):
-    """In float32; rounding may settle a tie otherwise."""
+    """The search is in float32, where rounding may break ties differently."""
     classifier, images, labels = small_case(trained, 64)
     found = []
     for device in ("cpu", DEVICE):
@@ -134,7 +134,7 @@ def test_the_search_finds_the_masks_of_the_cpu(trained, name):
 
 
 def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
-    """Dropout, BatchNorm, a last batch of another size; and a run resumed at that one is the undisturbed one."""
+    """With dropout, BatchNorm and a last batch of another size, also if the run is resumed at that batch."""
     pixels = np.random.default_rng(1).integers(0, 256, (42, 12, 12, 3)).astype(np.uint8)
     images = ArraySource("noise", "train", ("a", "b"), tuple(i % 2 for i in range(42)), pixels)
     data = TrainingData(images, range(42), torch.arange(2), Preprocessing((12, 12)))
@@ -167,7 +167,7 @@ def test_recorded_steps_learn_what_launched_ones_do(tmp_path):
 
 
 def test_batches_are_copied_while_steps_are_recorded():
-    """Each is larger than the one before, so that its copy has to allocate, and comes somewhat later."""
+    """Each batch is larger than the one before, so that its copy must allocate memory, and comes somewhat later."""
 
     def batches() -> Iterator[tuple[int, torch.Tensor]]:
         for number in range(40):

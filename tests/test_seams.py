@@ -1,6 +1,6 @@
-"""The open seams: a defence, a strategy with memory and a classifier of one's own through every run, killed, resumed.
+"""The open seams: a user's defence, strategy with memory and classifier in every run, killed and resumed.
 
-Everything here is written as a user of the package would write it, outside of it and with public names only.
+Everything here is written as a user of the package would write it, with public names only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZE, CLASSES, IMAGES = 12, 3, 40
 
 
 class Holes(nn.Module):
-    """A classifier that is told which pixels are hidden: they become an extra channel."""
+    """A classifier that gets the hidden pixels as an extra channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,10 @@ class Quadrants:
 
 
 class WorstRemembered:
-    """A strategy with memory: hides the half of the image that hurt last time, and looks at the other half in turn."""
+    """A strategy with memory: hides the half of the image with the larger loss when it was last tried.
+
+    It tries one half per epoch.
+    """
 
     def __init__(self) -> None:
         self.losses = torch.zeros(IMAGES, 2)
@@ -111,7 +114,7 @@ def network() -> Holes:
 
 
 def examples() -> list[tuple[Tensor, int]]:
-    """Brightness tells the class."""
+    """Images whose brightness gives the class."""
     generator = torch.Generator().manual_seed(0)
     labels = [i % CLASSES for i in range(IMAGES)]
     return [((torch.rand(3, SIZE, SIZE, generator=generator) + label) / CLASSES, label) for label in labels]
@@ -137,7 +140,7 @@ def killed() -> None:
 
 
 def kill_in_the_middle(work: Callable[[], object]) -> None:
-    """A process of its own that does this until it is killed; a fork, which need not import torch again."""
+    """Do this in a forked process until it is killed; a fork need not import torch again."""
     number = os.fork()
     if number == 0:
         try:

@@ -1,4 +1,4 @@
-"""Training steps: what they minimise, what they leave alone, and that a resumed run is the undisturbed one."""
+"""Training steps: their loss, the weights they change, and that resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from patchproof.data import ArraySource
 from patchproof.masking import MaskedForward
 from patchproof.models import load_classifier, weights_sha256
 from patchproof.training import Plan
+from patchproof.training.augment import flip_and_crop
 from patchproof.training.checkpoint import load_training, save_training
-from patchproof.training.loop import Trainer, TrainingData, flip_and_crop, masked_loss, start_accelerator
+from patchproof.training.loop import Trainer, TrainingData, start_accelerator
+from patchproof.training.losses import masked_loss
 from patchproof.training.memory import state_of
 from patchproof.types import CheckError, InputError, Preprocessing
 
@@ -79,7 +81,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_weights_to_keep_are_mixed_with_those_it_began_with():
+def test_the_shipped_weights_are_mixed_with_the_first_ones():
     mixed = trainer(dataclasses.replace(PLAN, ema=0.9, start_share=0.25))
     plain = trainer(dataclasses.replace(PLAN, ema=0.9))
     start = {name: value.clone() for name, value in mixed.classifier.state_dict().items()}
@@ -188,7 +190,7 @@ def test_head_only_changes_the_last_layer_and_nothing_else():
     assert changed == {"module.head.weight", "module.head.bias"}
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path):
+def test_a_nan_loss_stops_the_run_and_names_the_step(tmp_path):
     run = trainer(dataclasses.replace(PLAN, strategy="none", learning_rate=1e30))
     save_training(tmp_path / "last", run, run.classifier, {})
     with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before is kept"):
@@ -196,13 +198,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where(tmp_path):
     assert load_training(tmp_path / "last", trainer(PLAN)) is not None
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 1}, {"batch_size": 8, "accumulate": 8}])
-def test_batches_of_one_image_are_refused_where_batchnorm_would_fail(change):
-    with pytest.raises(InputError, match="BatchNorm cannot learn from batches of one image"):
-        trainer(dataclasses.replace(PLAN, **change))
-
-
-def test_batches_of_one_image_train_where_nothing_normalises_over_them_and_none_are_refused():
+def test_batches_of_one_image_are_refused_only_where_batchnorm_would_fail():
+    for change in ({"batch_size": 1}, {"batch_size": 8, "accumulate": 8}):
+        with pytest.raises(InputError, match="BatchNorm cannot learn from batches of one image"):
+            trainer(dataclasses.replace(PLAN, **change))
     run = trainer(dataclasses.replace(PLAN, strategy="rand3x3", batch_size=1, head_only=True, epochs=1), count=3)
     assert [report.images for report in run.run()] == [1, 1, 1]
     with pytest.raises(InputError, match="1 training images are too few"):

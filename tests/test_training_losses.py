@@ -1,4 +1,4 @@
-"""Losses by name and of one's own, views as a strategy, and how they train through one loop."""
+"""Losses by name and by users, views as a strategy, and training with them through one loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
 from patchproof.models._networks import AblatedResNet, BagNet
 from patchproof.training import STRATEGIES, masking_strategy
-from patchproof.training.loop import flip_and_shift
+from patchproof.training.augment import flip_and_shift
 from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores
 from patchproof.types import CheckError, InputError, Preprocessing
 
@@ -27,7 +27,7 @@ THREAT = pp.PatchThreat((16, 16), ((3, 3), (2, 5)))
 
 
 def source(count: int = 24, side: int = 16) -> ArraySource:
-    """Two kinds of images that any part of them tells apart: red and blue ones."""
+    """Red and blue images, which can be classified from any part of them."""
     pixels = np.random.default_rng(1).integers(0, 80, (count, side, side, 3)).astype(np.uint8)
     pixels[::2, ..., 0] += 150
     pixels[1::2, ..., 2] += 150
@@ -51,7 +51,7 @@ def test_views_show_one_band_that_wraps_around(name, visible, generator):
     assert (keep.float().mean(dim=0) - visible[0] * visible[1] / 256).abs().amax() < 0.12, "every place as often"
 
 
-def test_views_are_named_by_their_width_and_refused_where_wider_than_the_image(generator):
+def test_views_are_named_by_their_width_and_refused_if_wider_than_the_image(generator):
     assert {"column4", "row4", "block12"} <= set(STRATEGIES)
     with pytest.raises(InputError, match="band must be from 1 to the 16 pixels of the image, not 17"):
         masking_strategy("column17", image_size=(16, 16), generator=generator)
@@ -146,7 +146,7 @@ def test_the_interval_loss_grows_from_plain_training_to_the_bounds_of_patches():
 
 
 def hinge(classifier, images, labels, progress):
-    """A stranger's loss."""
+    """A user's loss."""
     seen.append(progress)
     logits, every = classifier(images), torch.arange(len(images))
     return (1 - logits[every, labels] + logits[every, 1 - labels]).relu().mean()
@@ -199,7 +199,7 @@ def test_every_loss_trains_through_the_same_loop(model, how):
         assert seen == [step / 24 for step in range(24)]
 
 
-def test_losses_are_refused_where_they_cannot_be_computed_and_described_where_they_can():
+def test_impossible_losses_are_refused_and_others_described():
     with pytest.raises(InputError, match="strategy must be `none` with the loss 'bagcert', which sees whole images"):
         pp.Plan(loss="bagcert")
     with pytest.raises(InputError, match="loss must be one of cross-entropy, bagcert, ibp, or a callable, not bagcer"):
@@ -217,7 +217,7 @@ def test_losses_are_refused_where_they_cannot_be_computed_and_described_where_th
         pp.train(classifier, source(), plan, validation=source())
 
 
-def test_a_run_whose_loss_knows_its_progress_cannot_go_on_longer(tmp_path):
+def test_a_run_with_a_loss_of_progress_cannot_be_extended(tmp_path):
     def sharper(classifier, images, labels, progress):
         return (1 + progress) * nn.functional.cross_entropy(classifier(images), labels)
 
@@ -248,7 +248,7 @@ print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 @pytest.mark.slow
 def test_a_compiled_loss_is_the_loss():
-    """Whole batches and a short one; in a process of its own, so that no compiler traces the tests' checks."""
+    """Train on whole batches and a short one, in a separate process so that the tests' type checks are not compiled."""
     words = [sys.executable, "-c", COMPILED]
     plain, compiled, graphs = map(json.loads, subprocess.check_output(words, text=True).splitlines())
     assert graphs == 1, "it is not compiled again as training goes on"

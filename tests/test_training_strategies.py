@@ -1,4 +1,4 @@
-"""Every strategy against a plain-Python reference; what it costs; and that it leaves no trace."""
+"""Every strategy against a plain-Python reference, its cost, and that it changes no state."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_copies_and_passes_are_those_of_the_papers_table_and_no_trace_is_left(name):
+def test_copies_and_passes_equal_the_papers_table_and_no_state_changes(name):
     assert set(TABLE) == set(STRATEGIES) - {"memory"}
     copies, forwards, backwards = TABLE[name]
     classifier = Counting().train()
@@ -194,8 +194,8 @@ def test_gutout_hides_the_most_salient_place_and_then_again(number, options, gen
     st.sampled_from([0, 2]),
     st.booleans(),
 )
-def test_memory_chooses_and_counts_as_the_reference_over_epochs_of_changing_weights(seed, tries, refresh, odd):
-    """Images come in any order and company, some not in the first epoch; with odd masks some have fewer children."""
+def test_memory_equals_the_reference_over_epochs_of_changing_weights(seed, tries, refresh, odd):
+    """Images come in any order and batch, some first in a later epoch; with odd masks some have fewer children."""
     generator = torch.Generator().manual_seed(seed)
     size = (13, 16) if odd else (16, 16)
     threat = pp.PatchThreat.square(image_size=size, pixels=5 if odd else 3)
@@ -232,8 +232,8 @@ def test_memory_chooses_and_counts_as_the_reference_over_epochs_of_changing_weig
     assert build("memory", (28, 28)).forwards == 8
 
 
-def test_memory_of_an_image_serves_its_mirror_image(generator):
-    """A mirrored network on mirrored images is asked about the mirror images of the masks remembered as worst."""
+def test_memory_of_an_image_applies_to_its_mirror_image(generator):
+    """A mirrored network on mirrored images tries the mirror images of the masks remembered as worst."""
     images, labels = torch.rand(5, 2, 28, 28, generator=generator), torch.arange(5) % 3
     before, now, turned = (reference.Curved((28, 28), 3, generator) for _ in range(3))
     for network in (before, now):
@@ -253,9 +253,9 @@ def test_memory_of_an_image_serves_its_mirror_image(generator):
 
 
 @pytest.mark.slow
-def test_a_hole_aimed_at_the_label_tells_it_and_one_aimed_at_the_prediction_does_not():
-    """A network trained on holes that hide the evidence for the true label answers *better* with such a hole than
-    without: from where it is, it reads what the label is."""
+def test_a_hole_aimed_at_the_label_reveals_it_and_one_aimed_at_the_prediction_does_not():
+    """A network trained on holes that hide the evidence for the true label predicts *better* with such a hole than
+    without, because the position of the hole reveals the label."""
     train, test = (pp.open_dataset("fashion-mini", split=split) for split in ("train", "test"))
     images = torch.from_numpy(test.pixels)[:, None].expand(-1, 3, -1, -1) / 255
     labels = torch.tensor(test.labels)
@@ -275,7 +275,7 @@ def test_a_hole_aimed_at_the_label_tells_it_and_one_aimed_at_the_prediction_does
 
 
 @pytest.mark.parametrize("name", ["greedy", "cutout"])
-def test_labels_that_are_no_output_and_images_of_another_size_are_refused(name):
+def test_labels_out_of_range_and_images_of_another_size_are_refused(name):
     classifier = load_classifier("small", "random", num_classes=4)
     strategy = build(name, (28, 28))
     with pytest.raises(InputError, match="labels run from 0 to 4, but the classifier has the outputs 0 to 3"):
@@ -336,7 +336,7 @@ def test_the_chunk_that_memory_allowed_is_kept_from_batch_to_batch(name, generat
     assert max(sizes) == 4
 
 
-def test_what_a_strategy_of_ones_own_returns_is_checked_before_it_is_used():
+def test_masks_of_a_users_strategy_are_checked():
     images = torch.rand(2, 3, 28, 28)
     assert checked(torch.ones(3, 2, 1, 28, 28, dtype=torch.bool), images).shape[0] == 3
     for wrong in (

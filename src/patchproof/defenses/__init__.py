@@ -29,8 +29,7 @@ from patchproof.types import Classifier, InputError, kind_of
 
 @dataclass(frozen=True)
 class DefenseEntry:
-    """A defence by name: what it does in words, and its class, which has its options (a dataclass `Options`) and builds
-    it from them (`of`)."""
+    """A defence by name: a description, and the class with its `Options` and the constructor `of`."""
 
     words: str
     kind: Any
@@ -40,36 +39,25 @@ class DefenseEntry:
         return self.kind.Options
 
 
-DEFENSES: Mapping[str, DefenseEntry] = {
-    PatchCleanser.name: DefenseEntry(
-        "double masking: the right label under any patch (Xiang et al. 2022)", PatchCleanser
-    ),
-    Alarm.name: DefenseEntry("one round of masking: the right label or an alarm under any patch", Alarm),
-    DerandomizedSmoothing.name: DefenseEntry(
-        "votes of views that show a band of the image (Levine & Feizi 2020)", DerandomizedSmoothing
-    ),
-    SmoothedViT.name: DefenseEntry(
-        "the same with fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)", SmoothedViT
-    ),
-    ClippedBagNet.name: DefenseEntry("clipped local logits of a BagNet (Zhang et al. 2020)", ClippedBagNet),
-    PatchGuardBagNet.name: DefenseEntry(
-        "local logits without each class's most evident window (Xiang et al. 2021)", PatchGuardBagNet
-    ),
-    PatchGuardSmoothing.name: DefenseEntry(
-        "votes of views without each class's most evident window (Xiang et al. 2021)", PatchGuardSmoothing
-    ),
-    BagCert.name: DefenseEntry("local scores trained for their certificate (Metzen & Yatsura 2021)", BagCert),
-    IntervalBounds.name: DefenseEntry(
-        "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)", IntervalBounds
-    ),
+WORDS: Mapping[type[Any], str] = {
+    PatchCleanser: "double masking: the right label under any patch (Xiang et al. 2022)",
+    Alarm: "one round of masking: the right label or an alarm under any patch",
+    DerandomizedSmoothing: "votes of views that show a band of the image (Levine & Feizi 2020)",
+    SmoothedViT: "votes of fewer views, for ViTs that drop hidden tokens (Salman et al. 2022)",
+    ClippedBagNet: "clipped local logits of a BagNet (Zhang et al. 2020)",
+    PatchGuardBagNet: "local logits without each class's most evident window (Xiang et al. 2021)",
+    PatchGuardSmoothing: "votes of views without each class's most evident window (Xiang et al. 2021)",
+    BagCert: "local scores trained for their certificate (Metzen & Yatsura 2021)",
+    IntervalBounds: "interval bounds: the right label under any patch, of networks made for it (Chiang et al. 2020)",
 }
-"""What `defense` and the command line know by name."""
+DEFENSES: Mapping[str, DefenseEntry] = {kind.name: DefenseEntry(words, kind) for kind, words in WORDS.items()}
+"""The defences that `defense` and the command line know by name."""
 
 
 def defense(
     name: str, classifier: Classifier, threat: PatchThreat, *, engine: Engine | None = None, **options: Any
 ) -> Any:
-    """The defence of that name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
+    """Build a defence by name, e.g. `defense("patchcleanser", classifier, threat, per_axis=6)`."""
     if not isinstance(name, str):
         raise InputError(
             f'name must be text, e.g. pp.defense("patchcleanser", classifier, threat), not {kind_of(name)}'

@@ -1,9 +1,10 @@
-"""What a certified defence is: an answer, and a proof about that answer."""
+"""The protocol of a certified defence, its results, and what the defences of this package share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -29,11 +30,11 @@ Guarantee = Literal["recovery", "detection"]
 
 @dataclass(frozen=True)
 class Certificates:
-    """What was proved of each image, and at what cost.
+    """Which images are certified, by what margin, and at what cost.
 
-    `margin` is how far the certificate is from failing, negative when it failed; for an image given up early it bounds
-    the true value from above. `forwards` counts the passes per image. `evidence` is what the defence has to show for
-    it: name -> tensor whose first axis is b; in a record, `witness.label` becomes `label` inside `witness`.
+    `margin` says how far the certificate is from failing and is negative if it failed; for an image given up early it
+    is an upper bound. `forwards` counts the passes per image. `evidence` supports the verdict: name -> tensor whose
+    first axis is b. In a record, the entry `witness.label` becomes `label` inside `witness`.
     """
 
     certified: Bool[Tensor, " b"]
@@ -48,7 +49,7 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Assessment:
-    """A defence's answers together with certificates; `remarks` are further facts about each answer."""
+    """Predictions together with certificates; `remarks` are further facts about each prediction."""
 
     predictions: Int64[Tensor, " b"]
     certificates: Certificates
@@ -61,16 +62,21 @@ class Assessment:
 
 @runtime_checkable
 class Defense(Protocol):
-    """A certified image keeps its label under every patch of the threat (recovery: predict(x′) = y for all x′ ∈ 𝓐_𝓡(x))
-    or raises an alarm (detection: predict(x′) ∈ {y, −1}).
+    """Predicts labels, and certifies images: a certified image x keeps its label y under every patch of the threat.
 
-    Optional: `classifier`, whose answers are the undefended ones and on which τ is measured; `assess(images, labels)`,
-    to answer and certify together; `occlusions` (or `masks`), under which τ is measured; `engine` and
-    `with_engine(measured)`, to be given the τ; `objectives()`, ways to fail for attacks to climb; `surrogate(images)`,
-    differentiable scores for them to climb instead of F; `explain(image)`, all that the answer follows from, as JSON,
-    to keep with a certificate that fell; `images_at_once`, a good number of images per call; `most_passes`, those that
-    an image takes at most; `evidence`, the names that records of images that could not be read leave empty; `device`,
-    where images are to be, if not where the classifier is.
+    With recovery, predict(x′) = y for all x′ ∈ 𝓐_𝓡(x); with detection, predict(x′) ∈ {y, −1}, where −1 is an alarm.
+
+    Optional members:
+    - `classifier`: its predictions are the undefended ones, and τ is measured on it;
+    - `assess(images, labels)`: predict and certify together;
+    - `occlusions` (or `masks`): the views under which τ is measured;
+    - `engine` and `with_engine(measured)`: the arithmetic, and a copy of the defence that has the measured τ;
+    - `objectives()`: ways to fail that an attack can climb;
+    - `surrogate(images)`: differentiable scores that an attack climbs instead of F;
+    - `explain(image)`: all predictions that the answer follows from, as JSON, kept with a certificate that fell;
+    - `images_at_once`: a good number of images per call; `most_passes`: the most passes per image;
+    - `evidence`: the evidence fields that the record of an unreadable image leaves empty;
+    - `device`: where images must be, if that is not the classifier's device.
     """
 
     @property
@@ -81,80 +87,85 @@ class Defense(Protocol):
     def threat(self) -> PatchThreat: ...
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """Labels; −1 is an alarm (detection only)."""
+        """Return labels; −1 is an alarm (detection only)."""
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates: ...
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for a run to go on, as JSON."""
+        """Return, as JSON, everything that must be equal for a run to be resumed."""
 
 
 def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
-    """Answers, and certificates about `labels` or else about the answers themselves; an alarm is never certified.
+    """Predict, and certify `labels` or else the predictions themselves; an alarm is never certified.
 
-    What the defence returned is of the types and shapes it must have, and not against its own guarantee.
+    Results of the wrong type or shape, or that contradict the defence's guarantee, are refused.
     """
-    own, name, count = getattr(defense, "assess", None), type(defense).__name__, len(images)
-    if own is not None:
-        found = own(images, labels)
+    name, count = type(defense).__name__, len(images)
+    if hasattr(defense, "assess"):
+        found = defense.assess(images, labels)
     else:
         predictions = defense.predict(images)
         found = Assessment(predictions, defense.certify(images, predictions.clamp(min=0) if labels is None else labels))
-    proof = found.certificates
+    predictions, proof = found.predictions, found.certificates
     if not isinstance(proof, Certificates):
         raise CheckError(f"{name}.certify must return Certificates, not {type(proof).__name__}")
-    kinds = {"predictions": "int64", "certified": "bool", "margin": "float32", "forwards": "int64"}
-    for part, kind in kinds.items():
-        values: Any = found.predictions if part == "predictions" else getattr(proof, part)
-        if not isinstance(values, Tensor) or values.shape != (count,) or str(values.dtype) != f"torch.{kind}":
-            raise CheckError(f"{name}: {part} must be {kind} of shape ({count},), not {kind_of(values)}")
+    for part, values, kind in (
+        ("predictions", predictions, torch.int64),
+        ("certified", proof.certified, torch.bool),
+        ("margin", proof.margin, torch.float32),
+        ("forwards", proof.forwards, torch.int64),
+    ):
+        if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != kind:
+            expected = str(kind).removeprefix("torch.")
+            raise CheckError(f"{name}: {part} must be {expected} of shape ({count},), not {kind_of(values)}")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
     if defense.guarantee == "recovery":
-        if bool((found.predictions < 0).any()):
+        if bool((predictions < 0).any()):
             raise CheckError(f"{name} answers −1: an alarm is for defences whose guarantee is detection")
-        if labels is not None and bool((proof.certified & (found.predictions != labels)).any()):
+        if labels is not None and bool((proof.certified & (predictions != labels)).any()):
             raise CheckError(f"{name} certifies a label that it does not itself answer")
-    if own is None and labels is None:
-        return replace(found, certificates=replace(proof, certified=proof.certified & (found.predictions >= 0)))
+    elif labels is None:
+        return replace(found, certificates=replace(proof, certified=proof.certified & (predictions >= 0)))
     return found
 
 
 def require_defense(value: Any) -> None:
-    """Refuse what is no defence, naming what it lacks."""
-    if not isinstance(value, Defense):
-        needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
+    """Refuse an object that is no defence, and name the members it lacks."""
+    needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
+    missing = [name for name in needed if not hasattr(value, name)]
+    if missing:
         raise InputError(
-            f"{type(value).__name__} is no defence: it lacks "
-            f"{', '.join(name for name in needed if not hasattr(value, name))}; e.g. "
+            f"{type(value).__name__} is no defence: it lacks {', '.join(missing)}; e.g. "
             'pp.defense("patchcleanser", classifier, threat)'
         )
 
 
 def device_of(defense: Any) -> torch.device:
-    """Where the defence computes: its own `device`, or that of its classifier's weights."""
-    own = getattr(defense, "device", None)
-    if own is not None:
-        return torch.device(own)
+    """Return the defence's own `device`, or that of its classifier's weights."""
+    if getattr(defense, "device", None) is not None:
+        return torch.device(defense.device)
     classifier = getattr(defense, "classifier", None)
     first = next(classifier.parameters(), None) if isinstance(classifier, nn.Module) else None
     return torch.device("cpu") if first is None else first.device
 
 
 def require_labels(labels: Tensor, count: int, *, classes: int | None = None) -> None:
-    """Refuse what is no label for each of `count` images, or where `classes` is known no output of the classifier."""
+    """Refuse anything but one int64 label per image and, if `classes` is given, labels that the classifier lacks."""
     if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
-        given = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise InputError(f"labels must be a tensor of one int64 number for each of the {count} images, not {given}")
+        raise InputError(
+            f"labels must be a tensor of one int64 number for each of the {count} images, not {kind_of(labels)}"
+        )
     if classes is not None:
         require_classes(label_range(labels), classes)
 
 
 class OwnDefense:
-    """What the defences of the package share. They compute in float64 and are for one patch unless they say otherwise.
+    """Base class of the package's defences: one patch, computed in float64, unless a subclass says otherwise.
 
-    A subclass is a frozen dataclass with these fields; `Options` has its own options, and `of` builds it from them.
+    A subclass is a frozen dataclass with these fields. `Options` are the options a user can give by name, and `of`
+    builds the defence from them.
     """
 
     classifier: Any
@@ -164,13 +175,14 @@ class OwnDefense:
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee] = "recovery"
     most_patches: ClassVar[int] = 1
-    """On an image at once."""
+    """The most patches at once that the defence can certify against."""
     Options: ClassVar[type[Any]] = NoOptions
 
     def __post_init__(self) -> None:
-        for name, kind in {"threat": PatchThreat, "engine": Engine}.items():
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} must be a pp.{kind.__name__}, not {kind_of(getattr(self, name))}")
+        if not isinstance(self.threat, PatchThreat):
+            raise InputError(f"threat must be a pp.PatchThreat, not {kind_of(self.threat)}")
+        if not isinstance(self.engine, Engine):
+            raise InputError(f"engine must be a pp.Engine, not {kind_of(self.engine)}")
         if isinstance(self.classifier, type):
             name = self.classifier.__name__
             raise InputError(f"classifier must be an instance: {name} is a class; give {name}()")
@@ -190,20 +202,20 @@ class OwnDefense:
 
     @property
     def chunk(self) -> int:
-        """Copies of an image in one pass."""
+        """Masked copies in one forward pass."""
         size = self.engine.batch_size
         return default_batch(self.threat.image_size, device_of(self)) if size == "auto" else size
 
     @property
     def images_at_once(self) -> int:
-        """In float64, which takes twice the memory; passes are cheap beside it."""
+        """A quarter of a chunk by default: float64 takes twice the memory, and each image only a few passes."""
         return self.chunk if self.engine.batch_size != "auto" else max(1, self.chunk // 4)
 
     def measure(self, images: Float[Tensor, "b c h w"]) -> None:
-        """Earn τ on these images, before anything is certified; what is computed in float64 needs none."""
+        """Measure τ on these images before anything is certified; defences that compute in float64 need none."""
 
     def require_precision(self, words: str) -> None:
-        """Refuse a precision that would change nothing."""
+        """Refuse a precision that the defence would not use."""
         if self.engine.precision not in ("fp32", "auto"):
             raise InputError(f"{self.name} {words}; leave precision at fp32, not {self.engine.precision}")
 
@@ -216,12 +228,14 @@ class OwnDefense:
 
 
 class EvaluatedDefense(OwnDefense):
-    """What defences share that ask one `evaluator` about copies of an image under their `occlusions`.
+    """Base class of defences whose `evaluator` classifies copies of an image under their `occlusions`.
 
-    Without a measured engine, τ is measured on the images of the first `certify`, before anything is certified.
+    If the engine has no measured τ, it is measured on the images of the first `certify`, before anything is certified.
     """
 
-    evaluator: Evaluator
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.classifier, self.engine)
 
     @property
     def occlusions(self) -> MaskSet | Fields:
@@ -231,7 +245,7 @@ class EvaluatedDefense(OwnDefense):
         return replace(self, engine=engine)  # type: ignore[type-var]
 
     def arithmetic(self) -> dict[str, Any]:
-        """What `describe` says of the engine; on a CPU `auto` stands for something known."""
+        """The engine as `describe` reports it; on a CPU, where the choice is known, `auto` is resolved."""
         cuda, engine = device_of(self).type == "cuda", self.engine
         return {
             "precision": engine.precision if cuda else engine.fast,
@@ -239,7 +253,7 @@ class EvaluatedDefense(OwnDefense):
         }
 
     def measure(self, images: Float[Tensor, "b c h w"]) -> None:
-        """Earn τ on these images, unless the engine has it already; again when the weights have changed since."""
+        """Measure τ on these images unless the engine has it already; again if the weights have changed since."""
         if isinstance(self.engine, Measured) or not len(images):
             return
         now = fingerprint(self.classifier) if isinstance(self.classifier, nn.Module) else ()

@@ -1,4 +1,4 @@
-"""How these defences can fail, as losses over the masked copies that show the patch (see `masking.Objective`)."""
+"""Ways in which a defence can fail, as losses over the masked copies that show the patch (see `masking.Objective`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from patchproof.masking import Aim, CleanAnswers, Objective, Views, label_margin
 from patchproof.types import Size
 
 ENOUGH = 1.0
-"""A copy whose wrong label leads by this much pulls no more; the effort goes to the copies that still resist."""
+"""Margins of a wrong label count up to this value, so that the effort goes to the copies that still resist."""
 
 
 @dataclass(frozen=True)
 class PairObjective(Objective):
-    """Reads all two-mask predictions; `of_pair(device)[a, b]` is the view of masks a and b."""
+    """Base class for attacks on all two-mask predictions; `of_pair(device)[a, b]` is the view of masks a and b."""
 
     masks: MaskSet
 
@@ -31,20 +31,20 @@ class PairObjective(Objective):
         return self.masks.unions.of_pair.to(device)
 
     def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
-        """The first round."""
+        """The one-mask copies, which are the first round."""
         return self.of_pair(views.first.device).diagonal()
 
     def right(self, clean: CleanAnswers) -> Bool[Tensor, "b n n"]:
-        """Which two-mask copies of the clean image answer the label?"""
+        """True for each two-mask copy of the clean image that is predicted as the label."""
         return (clean.logits.argmax(dim=2) == clean.labels[:, None])[:, self.of_pair(clean.labels.device)]
 
 
 @dataclass(frozen=True)
 class WrongMajority(PairObjective):
-    """Most one-mask copies agree on a wrong label, and no copy is left whose second round is unanimous for y.
+    """Most one-mask copies agree on a wrong label, and no second round is unanimous for y.
 
-    Slots 0…n−1 are the one-mask copies, slots n…2n−1 the weakest copy in the second round of each: a row that cannot
-    be made to vote for the wrong label must at least not be confirmed.
+    Slots 0…n−1 are the one-mask copies; slots n…2n−1 are the weakest copy in the second round of each, because a copy
+    that keeps the label y in the first round must at least not be confirmed by its second round.
     """
 
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
@@ -66,17 +66,18 @@ class WrongMajority(PairObjective):
         return _mean(votes, used) + _mean(unconfirmed, aim.used[:, n:])
 
     def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """No mask that hides the place has a second round unanimous for y."""
+        """True for locations where no mask that hides the patch has a second round unanimous for y."""
         confirmed = self.right(clean).all(dim=2)
         return (confirmed.float() @ hides.float().T) < 0.5
 
 
 @dataclass(frozen=True)
 class FakeUnanimity(PairObjective):
-    """All copies under one first mask agree on one wrong label, so that this copy wins as a unanimous disagreer.
+    """All copies under one first mask agree on one wrong label, so that this disagreeing copy wins as unanimous.
 
-    In its second round the masks that hide the patch answer as on the clean image. So rows where those answers already
-    agree on a wrong label come first, then those that lean most to one; attempt a takes the a-th best row.
+    A row of the table holds the copies under one first mask. In its second round, the copies that hide the patch keep
+    their clean predictions. Rows where these already agree on a wrong label come first, then those with the largest
+    margins for one; attempt a takes the a-th best row.
     """
 
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
@@ -91,8 +92,12 @@ class FakeUnanimity(PairObjective):
     def _consider(
         self, row: Float[Tensor, "b n classes"], labels: Int64[Tensor, " b"], shows: Bool[Tensor, "b n"], mask: int
     ) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
-        """The wrong label that a row's hidden copies answer, or else that its copies lean to; and what speaks against
-        the row: hidden copies that answer otherwise, then little leaning. A row that hides the patch comes last."""
+        """Return the wrong label to aim at in a row, and how hard the row is.
+
+        The label is the strongest wrong one of the copies that hide the patch or, if there are none, of all copies.
+        Hard are copies that hide the patch with another prediction, then small margins. A row whose first mask hides
+        the patch comes last.
+        """
         hidden = ~shows
         pull = torch.where(hidden.any(dim=1, keepdim=True), hidden, shows)
         wrong = strongest_wrong(_mean(row, pull[:, :, None]), labels)
@@ -101,20 +106,20 @@ class FakeUnanimity(PairObjective):
         return wrong, hopeless + len(hidden[0]) * hidden[:, mask] - torch.sigmoid(leaning)
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
-        leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
-        weakest = leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
-        return _mean(leads, aim.used) + weakest
+        return agreement(logits, aim)
 
     def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """Some row that shows the place has no right answer under the masks that hide it."""
-        in_the_way = [rows.float() @ hides.float().T for rows in self.right(clean)]  # [m, p]: right answers of row m
-        open_rows = [(count < 0.5) & ~hides.T for count in in_the_way]
-        return torch.stack([rows.any(dim=0) for rows in open_rows])
+        """True for locations shown by a first mask under which no second mask that hides the patch gives y."""
+        found = []
+        for right in self.right(clean):
+            in_the_way = right.float() @ hides.float().T  # [m, p]: second masks that hide p and give y
+            found.append(((in_the_way < 0.5) & ~hides.T).any(dim=0))
+        return torch.stack(found)
 
 
 @dataclass(frozen=True)
 class OneRound(Objective):
-    """Reads the copies under each occlusion alone."""
+    """Base class for attacks on the copies under each occlusion alone."""
 
     occlusions: MaskSet | Fields
 
@@ -126,11 +131,11 @@ class OneRound(Objective):
         return torch.arange(len(self.occlusions), device=views.first.device)
 
     def leaning(self, logits: Float[Tensor, "b n classes"]) -> Float[Tensor, "b n classes"]:
-        """How much each copy says for each class."""
+        """Scores of each class in each copy, whose mean decides the label to aim at."""
         return logits
 
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
-        """Copies that hide the patch answer as on the clean image: what they lean to is the label to aim at."""
+        """Aim at the strongest wrong label of the copies that hide the patch, since their predictions stay."""
         count = len(self.occlusions)
         shows = clean.shows(places)[:, :count]
         pull = torch.where(shows.all(dim=1, keepdim=True), shows, ~shows)
@@ -144,11 +149,10 @@ class SilentAgreement(OneRound):
     """All one-mask copies agree on one wrong label, so that no alarm is raised."""
 
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
-        leads = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
-        return _mean(leads, aim.used) + leads.masked_fill(~aim.used, ENOUGH).amin(dim=1)
+        return agreement(logits, aim)
 
     def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
-        """No mask that hides the place answers y."""
+        """True for locations where no copy that hides the patch is predicted as y."""
         right = clean.logits[:, : len(self.occlusions)].argmax(dim=2) == clean.labels[:, None]
         return (right.float() @ hides.float().T) < 0.5
 
@@ -171,7 +175,7 @@ class StolenVotes(OneRound):
         odds = math.log(self.threshold / (1 - self.threshold))
 
         def above(classes: Tensor) -> Tensor:
-            """Log-odds of a class in each view, above those of the threshold."""
+            """Log-odds of a class in each view, minus the log-odds of the threshold."""
             rows = classes[:, None, None].expand(*logits.shape[:2], 1)
             rest = logits.scatter(2, rows, -torch.inf).logsumexp(dim=2)
             return logits.gather(2, rows)[:, :, 0] - rest - odds
@@ -180,8 +184,14 @@ class StolenVotes(OneRound):
         return _mean(votes, aim.used)
 
 
+def agreement(logits: Float[Tensor, "j k classes"], aim: Aim) -> Float[Tensor, " j"]:
+    """The mean margin of the wrong label over the used copies, plus its smallest one: all of them must agree."""
+    margins = label_margin(logits, aim.wrong).clamp(max=ENOUGH)
+    return _mean(margins, aim.used) + margins.masked_fill(~aim.used, ENOUGH).amin(dim=1)
+
+
 def strongest_wrong(logits: Float[Tensor, "j classes"], labels: Int64[Tensor, " j"]) -> Int64[Tensor, " j"]:
-    """The label other than the right one with the largest logit."""
+    """The label with the largest logit among all but the right one."""
     return logits.detach().scatter(1, labels[:, None], -torch.inf).argmax(dim=1)
 
 

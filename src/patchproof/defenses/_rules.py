@@ -1,4 +1,4 @@
-"""When does y stay ahead whatever the patch says? Rules on evidence, the same for votes and for local scores."""
+"""Rules on evidence (votes of views or scores of cells) that prove that y leads whatever the patch shows."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from patchproof.masking import require_images
 from patchproof.types import note
 
 NUMBERS_AT_ONCE = 1 << 24
-"""That a rule holds in memory: some 130 MB."""
+"""Numbers that a rule holds in memory at once: some 130 MB."""
 
 
 class Evidence(NamedTuple):
-    """What every cell (view) of the images speaks for each class; a patch changes it in the cells of A(p) alone.
+    """Evidence of every cell (or view) for each class; a patch changes only the cells in A(p).
 
-    `low` and `high` bound what any evaluation of the clean image gives from below and above, so that rounding cannot
-    break a rule: what speaks for y is counted at its least, what speaks for another class at its most.
+    `low` and `high` bound the evidence that any evaluation of the clean image can find. Rules count the evidence for y
+    at its lower bound and that for other classes at its upper bound, so that rounding cannot break them.
     """
 
     found: Float[Tensor, "b classes n"]
     low: Float[Tensor, "b classes n"]
     high: Float[Tensor, "b classes n"]
     windows: Windows
-    """A(p) of every patch p."""
+    """The cells A(p) that each patch p touches."""
     passes: Int64[Tensor, " b"]
 
     def of_label(self, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b 1 n"]:
-        """What surely speaks for y."""
+        """Lower bounds of the evidence for y."""
         return self.low.gather(1, labels[:, None, None].expand(-1, 1, self.low.shape[2]))
 
 
 class EvidenceDefense(OwnDefense):
-    """The answer is the class of the highest score, the sum of its evidence. Certified iff y's lead over every other
-    class under every patch is more than `above`, for evidence from `least` to `most`."""
+    """Base class: predict the class with the most evidence, and certify y if its `lead` always exceeds `above`.
+
+    The lead is taken over every other class, under every patch; the evidence of a cell lies between `least` and `most`.
+    """
 
     evidence: ClassVar[Sequence[str]] = ("worst",)
     least: ClassVar[float] = 0
     most: ClassVar[float] = 1
     above: ClassVar[float] = 0
     parts: ClassVar[tuple[str, str]] = "cells", "a network of smaller receptive field"
-    """What speaks, and what a patch touches less of."""
+    """For messages: the cells' name, and the change that makes a patch touch fewer of them."""
 
     def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
         raise NotImplementedError
 
     def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
-        """What the answer is the argmax of; among equals the smallest."""
+        """The score of each class; the prediction is their argmax, among equals the smallest label."""
         return evidence.sum(dim=2)
 
     def lead(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b classes a"]:
-        """Σ_{∉A(p)} e_y + |A(p)|·least − Σ_{∉A(p)} e_c − |A(p)|·most: inside A(p) the patch says what suits it best."""
+        """Σ_{∉A(p)} e_y + |A(p)|·least − Σ_{∉A(p)} e_c − |A(p)|·most: inside A(p) the patch chooses the evidence."""
         windows = evidence.windows
         ours, theirs = windows.outside(evidence.of_label(labels)), windows.outside(evidence.high)
         return ours - theirs - (self.most - self.least) * windows.sizes
@@ -67,12 +69,12 @@ class EvidenceDefense(OwnDefense):
     def certificates(
         self, lead: Float[Tensor, "b classes a"], evidence: Evidence, labels: Int64[Tensor, " b"]
     ) -> Certificates:
-        """`worst` says where y leads least, and over which label."""
+        """Certificates from the leads; `worst` names the location and the other label for which y leads least."""
         own = torch.arange(lead.shape[1], device=lead.device) == labels[:, None]
         least, place = lead.masked_fill(own[:, :, None], torch.inf).min(dim=2)
         margin, rival = least.min(dim=1)
         worst = {"worst.label": rival}
-        if lead.shape[2] == len(evidence.windows.places):  # a rule that counts names no place
+        if lead.shape[2] == len(evidence.windows.places):  # a rule that only counts knows no location
             worst["worst.place"] = evidence.windows.places[place.gather(1, rival[:, None])[:, 0]]
         return Certificates(margin > self.above, margin.float(), evidence.passes, worst)
 
@@ -98,21 +100,23 @@ class EvidenceDefense(OwnDefense):
         return Assessment(predictions, proof)
 
     def note_hopeless(self, windows: Windows) -> None:
-        """Say so where not even an image can be certified that speaks for class 0 with all it has."""
+        """Tell the user if not even an image is certified whose cells all have the most evidence for class 0."""
         cells, label = windows.touched.shape[1], windows.places.new_zeros(1)
         most = torch.tensor([self.most, self.least], dtype=torch.float64, device=label.device)
         best = most[None, :, None].expand(1, 2, cells)
         if not self.prove(Evidence(best, best, best, windows, label), label).certified.any():
-            things, smaller = self.parts
+            things, remedy = self.parts
             note(
                 f"no image can be certified by {self.name}: {self.threat.words} can touch {int(windows.sizes.max())} "
-                f"of {cells} {things}; take a smaller patch, or {smaller}"
+                f"of {cells} {things}; take a smaller patch, or {remedy}"
             )
 
 
 class RobustMasking(EvidenceDefense):
-    """s_c = Σ e_c − max_W Σ_W e_c, for evidence of at least 0: each class without its most evident window (PatchGuard;
-    Xiang et al., USENIX Security 2021)."""
+    """Robust masking (PatchGuard; Xiang et al., USENIX Security 2021): s_c = Σ e_c − max_W Σ_W e_c.
+
+    Each class loses the window with the most evidence for it; evidence is at least 0.
+    """
 
     def scores(self, evidence: Float[Tensor, "b classes n"], windows: Windows) -> Float[Tensor, "b classes"]:
         return windows.outside(evidence).amin(dim=2)
@@ -120,12 +124,12 @@ class RobustMasking(EvidenceDefense):
     def lead(self, evidence: Evidence, labels: Int64[Tensor, " b"]) -> Float[Tensor, "b classes a"]:
         """min_W Σ_{∉ A(p) ∪ W} e_y − Σ_{∉A(p)} e_c.
 
-        The patch can empty A(p) for y, and masking then takes another window W away from it. What the patch adds to c
-        lies in A(p), which is a window too, so masking takes at least as much away. No W takes more than one it lies
-        inside of, but a smaller A(p) can give a smaller lead.
+        The patch can erase the evidence for y in A(p), and masking then removes another window W from y. The evidence
+        that the patch adds to c lies in A(p), which is a window too, so masking removes at least as much from c. Only
+        maximal windows W matter, because larger ones remove more; but a smaller A(p) can give a smaller lead.
         """
         windows, ours = evidence.windows, evidence.of_label(labels)[:, 0]
-        beyond = (~windows.touched).to(ours)
-        part = max(1, NUMBERS_AT_ONCE // max(1, ours.numel() + len(ours) * len(beyond)))
-        left = [windows.maximal.outside(ours[:, None] * some).amin(dim=2) for some in beyond.split(part)]
+        untouched = (~windows.touched).to(ours)
+        part = max(1, NUMBERS_AT_ONCE // max(1, ours.numel() + len(ours) * len(untouched)))
+        left = [windows.maximal.outside(ours[:, None] * some).amin(dim=2) for some in untouched.split(part)]
         return torch.cat(left, dim=1)[:, None] - windows.outside(evidence.high)

@@ -1,7 +1,4 @@
-"""The labels of masked copies as a table that is filled as far as it is asked for: early exit and batching.
-
-And what the defences share that look at an image through masks.
-"""
+"""A lazily filled table of masked predictions (early exit and batching), and the base class of masking defences."""
 
 from __future__ import annotations
 
@@ -14,24 +11,25 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.defenses._base import Certificates, EvaluatedDefense, device_of, require_labels
-from patchproof.geometry import MaskSet, PatchThreat
+from patchproof.geometry import MaskSet, PatchThreat, Rect
 from patchproof.masking import Copies, Engine, Evaluator, masks_for, require_images
 from patchproof.models import mask_colour
 from patchproof.types import Classifier, InputError, kind_of, note
 
 BLOCK = 4
-"""Copies of an image that are evaluated before the first look at their labels; then twice as many, and so on."""
+"""Masked copies per image in the first block; each later block is twice as large."""
 
 TABLE_CELLS = 1 << 22
-"""Masked copies of all images of a batch that a table has room for: some 200 MB, whatever the number of masks."""
+"""Most masked copies, over all images of a batch, that a table has room for: some 200 MB."""
 
 
 @dataclass
 class MaskTable:
-    """F(x_b ⊙ m_first[u] ⊙ m_second[u]), cell by cell: each is evaluated when first asked for, once, and remembered.
+    """The table of F(x_b ⊙ m_first[u] ⊙ m_second[u]); each cell (b, u) is evaluated once, when it is first needed.
 
-    `labels`, when given, are those that `margin` is about; without them a margin is the gap to the runner-up. The
-    images stay on their device; the table itself is kept on the CPU, where the next passes are planned.
+    A margin is that of the image's label in `labels`, or without labels the gap to the runner-up. A cell is `known` if
+    it is known whether it predicts the label, and `settled` if its own label is certain too. Images stay on their
+    device; the table is kept on the CPU, where the next passes are planned.
     """
 
     evaluator: Evaluator
@@ -54,9 +52,9 @@ class MaskTable:
             self.against(self.labels)
 
     def against(self, labels: Int64[Tensor, " b"]) -> MaskTable:
-        """Measure margins against these labels from now on; what is settled is kept.
+        """Measure margins against these labels from now on; settled cells are kept.
 
-        In a known cell that answers another label only the gap is left, and −gap bounds the margin from above.
+        For a kept cell that predicts another label only the gap is stored, and −gap bounds the margin from above.
         """
         require_labels(labels, len(self.images))
         self.known &= self.settled
@@ -65,10 +63,9 @@ class MaskTable:
         return self
 
     def evaluate(self, image: Int64[Tensor, " j"], cell: Int64[Tensor, " j"], *, settle: bool = True) -> None:
-        """Make these cells known; without `settle`, only whether they answer their image's label, as a certificate
-        asks."""
+        """Make these cells settled, or without `settle` only known, which is enough for a certificate."""
         asked = torch.zeros_like(self.known)
-        asked[image, cell] = True  # each cell once, however often it was named
+        asked[image, cell] = True  # a cell that is named twice is evaluated once
         image, cell = torch.nonzero(asked & ~(self.settled if settle else self.known), as_tuple=True)
         copies = Copies(image, self.first[cell], self.second[cell])
         found = self.evaluator.answers(self.images, self.keep, copies, self.labels, settle=settle)
@@ -78,29 +75,24 @@ class MaskTable:
         self.settled[image, cell] = settle
 
     def evaluate_all(self, *, settle: bool = True) -> Int64[Tensor, "b u"]:
-        """Make every cell known; their labels."""
+        """Evaluate every cell, and return all labels."""
         self.evaluate(*torch.nonzero(~(self.settled if settle else self.known), as_tuple=True), settle=settle)
         return self.label
 
     def row(self, cells: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
-        """The labels of every image in these cells."""
+        """Evaluate these cells of every image, and return their labels."""
         rows = torch.arange(len(self.images))
         self.evaluate(rows.repeat_interleave(len(cells)), cells.repeat(len(rows)))
         return self.label[:, cells]
 
     def survivors(
-        self,
-        image: Int64[Tensor, " j"],
-        order: Int64[Tensor, "j u"],
-        labels: Int64[Tensor, " j"],
-        *,
-        sure: bool = False,
+        self, image: Int64[Tensor, " j"], order: Int64[Tensor, "j u"], labels: Tensor, *, sure: bool = False
     ) -> Bool[Tensor, " j"]:
-        """Which rows of cells all answer their label (`sure`: with margin τ)? Evaluated block by block in each row's
-        own order, a row only until it fails.
+        """True for each row whose cells all predict its label (`sure`: with margin τ); a row stops when it fails.
 
-        Blocks start small and double: most rows fail early or not at all. They depend on the row alone, so its cost
-        does not change with the batch it came in; what is left of all rows is packed into whole chunks.
+        Row j evaluates the cells `order[j]` of `image[j]` in blocks that start small and double, because most rows fail
+        early or not at all. The blocks depend on the row alone, so the passes of an image are independent of the rest
+        of the batch; the blocks of all rows share chunks.
         """
         alive = torch.arange(len(image))
         start, block = 0, BLOCK
@@ -113,7 +105,7 @@ class MaskTable:
         return torch.zeros(len(image), dtype=torch.bool).index_fill_(0, alive, True)
 
     def right(self) -> Bool[Tensor, "b u"]:
-        """Which known cells answer their image's label with margin τ, so that they answer so every time?"""
+        """True for known cells that predict their image's label with margin τ, so that they do so every time."""
         if self.labels is None:
             raise InputError("a certificate is about a label; give the table labels, or call against(labels)")
         rows, cells = torch.arange(len(self.images))[:, None], torch.arange(self.known.shape[1])[None]
@@ -128,8 +120,10 @@ class MaskTable:
         return same & (gap > 0) & (gap >= tau) & gap.isfinite()  # a tie is no lead, whatever τ
 
     def certificates(self, certified: Bool[Tensor, " b"], masks: Int64[Tensor, "u k"]) -> Certificates:
-        """`witness` is the copy that decides, the failing one of least margin or else the one of least margin: its
-        masks, of those that `masks` lists for every cell, and the label it answered."""
+        """Certificates whose `witness` is the copy of smallest margin, among the failing copies if there are any.
+
+        The witness gives the masks of that copy, as `masks` lists them for every cell, and its predicted label.
+        """
         failing = self.known & ~self.right()
         candidates = torch.where(failing.any(dim=1, keepdim=True), failing, self.known)
         rows, cell = torch.arange(len(certified)), self.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)
@@ -139,17 +133,16 @@ class MaskTable:
 
 @dataclass(frozen=True)
 class MaskedDefense(EvaluatedDefense):
-    """Common ground of the defences that look at an image through an 𝓡-covering mask set 𝓜."""
+    """Base class of the defences that predict from copies under an 𝓡-covering mask set 𝓜."""
 
     classifier: Classifier
     masks: MaskSet
     threat: PatchThreat
     engine: Engine = field(default_factory=Engine, kw_only=True)
-    evaluator: Evaluator = field(init=False, repr=False, compare=False)
 
     evidence: ClassVar[Sequence[str]] = ("witness",)
     together: ClassVar[int] = 2
-    """Masks that hide pixels of a copy."""
+    """Number of masks on one copy."""
     most_patches: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -169,7 +162,6 @@ class MaskedDefense(EvaluatedDefense):
                 "some masked copies show nothing of the image, so only images of one class can be certified; take a "
                 "smaller patch, or more masks per axis"
             )
-        object.__setattr__(self, "evaluator", Evaluator(self.classifier, self.engine))
 
     @property
     def occlusions(self) -> MaskSet:
@@ -177,21 +169,20 @@ class MaskedDefense(EvaluatedDefense):
 
     @classmethod
     def of(cls, classifier: Classifier, threat: PatchThreat, *, engine: Engine, **options: Any) -> Any:
-        """With the covering masks of the threat, `per_axis` of them on each axis."""
+        """Build the defence with the covering masks of the threat, `per_axis` of them on each axis."""
         masks = masks_for(classifier, threat, per_axis=options.pop("per_axis"))
         return cls(classifier, masks, threat, engine=engine, **options)
 
     @property
     def images_at_once(self) -> int:
-        """Images whose copies share chunks: enough to fill them while some images drop out, and on a slow CPU few
-        enough that records come often."""
-        pairs = len(self.masks) * (len(self.masks) + 1) // 2  # the more masks, the fewer images
-        most = max(1, TABLE_CELLS // pairs)
-        return max(1, min(most, self.chunk // (1 if device_of(self).type == "cuda" else BLOCK)))
+        """Images per batch: enough to fill chunks when images drop out; fewer on a slow CPU, for early records."""
+        pairs = len(self.masks) * (len(self.masks) + 1) // 2
+        images = self.chunk if device_of(self).type == "cuda" else self.chunk // BLOCK
+        return max(1, min(images, TABLE_CELLS // pairs))
 
     @property
     def most_passes(self) -> int:
-        """Masked copies of an image."""
+        """Most passes per image: one per mask."""
         return len(self.masks)
 
     def describe(self) -> dict[str, Any]:
@@ -199,7 +190,7 @@ class MaskedDefense(EvaluatedDefense):
         try:
             rows, columns = (" ".join(f"{start}-{stop}" for start, stop in axis) for axis in self.masks.axes)
             masks = f"{len(self.masks.axes[0])}x{len(self.masks.axes[1])} masks, rows {rows}, columns {columns}"
-        except InputError:  # masks of one's own need not form a grid
+        except InputError:  # a user's own masks need not form a grid
             masks = self.masks.rects
         patches = {} if self.threat.patches == 1 else {"patches": self.threat.patches}
         return super().describe() | patches | {"guarantee": self.guarantee, "masks": masks, **self.arithmetic()}
@@ -210,16 +201,17 @@ class MaskedDefense(EvaluatedDefense):
         labels: Int64[Tensor, " b"] | None,
         cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
     ) -> MaskTable:
-        """A table of the copies x ⊙ m_first ⊙ m_second, filled as it is asked."""
+        """A table of the copies x ⊙ m_first ⊙ m_second, still empty."""
         require_images(images, self.masks.image_size)
         return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
 
     def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks in the order in which they are likely to fail: those of two rectangles hide more, and central ones
-        hide the object more often."""
-        (height, width), parts = self.masks.image_size, self.masks.parts
-        offset = torch.tensor([
-            sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in part)
-            for part in parts
-        ]).tolist()  # fmt: skip
-        return torch.tensor(sorted(range(len(parts)), key=lambda mask: (-len(parts[mask]), offset[mask])))
+        """The masks, most likely to fail first: two rectangles hide more, central ones hide the object more often."""
+        height, width = self.masks.image_size
+
+        def rank(rects: tuple[Rect, ...]) -> tuple[int, float]:
+            offset = sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in rects)
+            return -len(rects), float(torch.tensor(offset))  # rounded to float32, so that symmetric masks tie
+
+        order = sorted(range(len(self.masks.parts)), key=lambda mask: rank(self.masks.parts[mask]))
+        return torch.tensor(order)

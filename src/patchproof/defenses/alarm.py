@@ -1,4 +1,4 @@
-"""Certified detection by one round of masking: the right label or an alarm, never a wrong label."""
+"""Certified detection by one round of masking: under any patch the right label or an alarm."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.masking import Objective
 from patchproof.settings import AlarmOptions
 
-ALARM = -1
-
 
 def unanimous_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
-    """The label that all one-mask predictions share, or an alarm."""
-    return torch.where((labels == labels[:, :1]).all(dim=1), labels[:, 0], ALARM)
+    """The label that all one-mask predictions share, or −1, an alarm, if they differ."""
+    return torch.where((labels == labels[:, :1]).all(dim=1), labels[:, 0], -1)
 
 
 @dataclass(frozen=True)
 class Alarm(MaskedDefense):
     """Certified(x, y) iff F(x ⊙ m) = y for all m ∈ 𝓜, where 𝓜 covers 𝓡.
 
-    Under attack the copy that hides the patch still answers y, so the answer is y or an alarm (−1). `predict` takes as
-    many passes as there are masks, always. An alarm on a clean image is a wrong answer of the defence.
+    Under attack the copy that hides the patch is still predicted as y, so the answer is y or an alarm (−1). `predict`
+    always takes one pass per mask. An alarm on a clean image counts as a wrong prediction.
     """
 
     name: ClassVar[str] = "alarm"
@@ -38,11 +36,11 @@ class Alarm(MaskedDefense):
     Options: ClassVar[type[Any]] = AlarmOptions
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """All one-mask labels equal: that label; otherwise −1."""
+        """Return the label shared by all one-mask predictions, otherwise −1."""
         return unanimous_label(self.copies(images).evaluate_all()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        """∀ m ∈ 𝓜: F(x ⊙ m) = y, giving up on an image at its first wrong label."""
+        """Certify ∀ m ∈ 𝓜: F(x ⊙ m) = y, and give up on an image at its first wrong label."""
         table = self.copies(images, labels)
         self.measure(images)
         rows = torch.arange(len(images))
@@ -55,12 +53,11 @@ class Alarm(MaskedDefense):
         self.measure(images)
         predictions = unanimous_label(table.evaluate_all())
         if labels is None:
-            table.against(predictions)  # no copy answers −1, so an alarm is not certified
+            table.against(predictions)  # no copy is predicted as −1, so an alarm is not certified
         found = table.certificates(table.right().all(dim=1), table.first[:, None])
         return Assessment(predictions, found).to(images.device)
 
     def copies(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> MaskTable:
-        """The table of the one-mask predictions."""
         every = torch.arange(len(self.masks))
         return self.table(images, labels, (every, every))
 

@@ -1,4 +1,4 @@
-"""Interval bounds as a defence (Chiang et al., ICLR 2020): the plain network, certified by what its layers can do."""
+"""Interval bound propagation as a defence (Chiang et al., ICLR 2020): the plain network, certified layer by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patchproof.models import margin_bounds, passable_layers
 from patchproof.types import InputError
 
 TOGETHER = 4
-"""Positions per axis that one window proves at first."""
+"""Positions per axis that are bounded together at first."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class IntervalBounds(OwnDefense):
     """Certified(x, y) iff for every patch position p and class c ≠ y the lower bound of logit_y − logit_c is positive,
     where pixels inside p range over [0, 1] and the others are those of x.
 
-    `predict` is the argmax of the network, computed in float64, and the bounds are float64 intervals that contain that
-    computation's rounding errors by proof (`margin_bounds`): no τ is needed. Positions are bounded together where that
-    is enough: a part of them is (first row, first column, rows, columns, height and width of the patch).
+    `predict` is the argmax of the network in float64. The bounds are float64 intervals that provably contain the
+    rounding errors of that computation (`margin_bounds`), so no τ is needed. Neighbouring positions are bounded
+    together if that suffices. Such a part is (first row, first column, rows, columns, height and width of the patch).
     """
 
     classifier: Any
@@ -50,7 +50,7 @@ class IntervalBounds(OwnDefense):
 
     @cached_property
     def most_passes(self) -> int:
-        """All parts, down to single positions."""
+        """Most passes per image: one for every part, down to single positions."""
         parts, count = self.parts, 0
         while len(parts):
             count += len(parts)
@@ -60,34 +60,33 @@ class IntervalBounds(OwnDefense):
 
     @property
     def fewest_passes(self) -> int:
-        """Of an image that fails at once."""
+        """Fewest passes per image, if it fails at once."""
         return min(BLOCK, len(self.parts))
 
     @property
     def images_at_once(self) -> int:
-        """On a slow CPU few enough that records come often."""
-        windows = super().images_at_once
+        """Images per batch; fewer on a slow CPU, for early records."""
         slow = device_of(self).type == "cpu" and self.engine.batch_size == "auto"
-        return max(1, windows // 16) if slow else windows
+        return max(1, super().images_at_once // 16) if slow else super().images_at_once
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"guarantee": self.guarantee, "arithmetic": "float64 intervals"}
 
     @torch.no_grad()
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """argmax F(x), in float64."""
+        """Return argmax F(x), computed in float64."""
         require_images(images, self.threat.image_size)
         return torch.cat([self._logits(part).argmax(dim=1) for part in images.split(self.images_at_once)])
 
     @torch.no_grad()
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        """A positive bound on a window proves every patch inside it. A window without one is cut into four, down to
-        single positions; one of these without a positive bound, and the image is not certified.
+        """Certify with windows that hold several patches, and cut a window into four if its bound is not positive.
 
-        The most doubtful windows of each image come first, in blocks that double, as those of masked copies do: what an
-        image takes does not change with the batch it came in. A pass carries bounds from the pixels to the margins, for
-        about twice the cost of a forward pass. `worst` is the window of the smallest bound among those that decide, and
-        the other class; of an image that fails, it is a position.
+        A positive bound on a window proves every patch inside it. An image fails if a single position has no positive
+        bound. The most doubtful windows of each image come first, in blocks that double, so the passes of an image are
+        independent of the rest of the batch. A pass carries bounds from the pixels to the margins and costs about two
+        forward passes. `worst` is the deciding window of smallest bound, with the other class; if the image fails, that
+        window is a single position.
         """
         require_images(images, self.threat.image_size)
         require_labels(labels, len(images))
@@ -95,40 +94,44 @@ class IntervalBounds(OwnDefense):
         require_classes(label_range(labels), self._logits(images[:1]).shape[1])
         bound = torch.full((count,), torch.inf, dtype=torch.float64, device=device)
         forwards, rival, place = torch.zeros_like(labels), torch.zeros_like(labels), labels.new_zeros(count, 4)
-        # A row for each open part of the positions: its image, the part, and a bound on what it is part of.
+        # A queue of open parts: the image, the part, and its rank, or the bound of the part that it was cut from.
         image = torch.arange(count, device=device).repeat_interleave(len(self.parts))
         parts = self.parts.to(device).repeat(count, 1)
-        doubt = torch.arange(len(self.parts), device=device).double().repeat(count)
+        rank = torch.arange(len(self.parts), device=device).double().repeat(count)
         block, at_once = BLOCK, super().images_at_once
         while len(image):
-            order = by_image(image, doubt)
-            image, parts, doubt = image[order], parts[order], doubt[order]
+            order = by_image(image, rank)
+            image, parts, rank = image[order], parts[order], rank[order]
+            # Bound the next block of each image.
             now = torch.arange(len(image), device=device) - torch.searchsorted(image, image) < block
             rows, tried, windows = image[now], parts[now], windows_of(parts[now])
             chunks = zip(rows.split(at_once), windows.split(at_once), strict=True)
             found = [self._bounds(images[some], labels[some], window) for some, window in chunks]
             least, other = (torch.cat(values) for values in zip(*found, strict=True))
+            touched, passes = rows.unique_consecutive(return_counts=True)
+            forwards[touched] += passes
+            # Keep the smallest bound of each image among those that decide, and where it is.
             proven, single = least > 0, (tried[:, 2:4] == 1).all(dim=1)
-            tries, passes = rows.unique_consecutive(return_counts=True)
-            forwards[tries] += passes
-            # The smallest bound of each image among those that decide, and where it is.
             decisive = least.where(proven | single, torch.inf)
             at = by_image(rows, decisive)[passes.cumsum(dim=0) - passes]
-            at = at[decisive[at] < bound[tries]]
+            at = at[decisive[at] < bound[touched]]
             bound[rows[at]], rival[rows[at]], place[rows[at]] = decisive[at], other[at], windows[at]
+            # Cut the windows that decide nothing, and drop the images that have failed.
             cut = ~proven & ~single
             image = torch.cat([image[~now], rows[cut].repeat(4)])
             parts = torch.cat([parts[~now], quarters(tried[cut])])
-            doubt = torch.cat([doubt[~now], least[cut].repeat(4)])
+            rank = torch.cat([rank[~now], least[cut].repeat(4)])
             left = (bound[image] > 0) & (parts[:, 2:4] > 0).all(dim=1)
-            image, parts, doubt = image[left], parts[left], doubt[left]
+            image, parts, rank = image[left], parts[left], rank[left]
             block *= 2
         return Certificates(bound > 0, bound.float(), forwards, {"worst.place": place, "worst.label": rival})
 
     @cached_property
     def parts(self) -> Int64[Tensor, "n 6"]:
-        """What to begin with, central ones first, where a patch hides the object more often: a few positions alone, and
-        all of them in squares of `TOGETHER`."""
+        """The parts to begin with: a few central positions alone, then all positions in squares of `TOGETHER`.
+
+        Central ones come first, because a patch hides the object more often there.
+        """
         singles, squares = [], []
         for height, width in self.threat.patch_sizes:
             rows, columns = self.threat.image_size[0] - height + 1, self.threat.image_size[1] - width + 1
@@ -139,18 +142,21 @@ class IntervalBounds(OwnDefense):
                 for c in range(0, columns, TOGETHER)
             ]
 
-        def central_first(parts: Tensor) -> Tensor:
+        def central_first(positions: Sequence[tuple[int, ...]]) -> Tensor:
+            parts = torch.tensor(positions)
             windows = windows_of(parts)
             middle = 2 * windows[:, :2] + windows[:, 2:] - torch.tensor(self.threat.image_size)
             return parts[middle.abs().sum(dim=1).argsort(stable=True)]
 
-        return torch.cat([central_first(torch.tensor(singles))[:BLOCK], central_first(torch.tensor(squares))])
+        return torch.cat([central_first(singles)[:BLOCK], central_first(squares)])
 
     def _bounds(
         self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]
     ) -> tuple[Float[Tensor, " b"], Int64[Tensor, " b"]]:
-        """The least lower bound of logit_y − logit_c, c ≠ y, with any pixels inside the window of each image, and that
-        c; −∞ where a bound is no number, which proves nothing."""
+        """The smallest lower bound of logit_y − logit_c over c ≠ y for any pixels in the window, and that class c.
+
+        A bound that is NaN becomes −∞, which proves nothing.
+        """
         patch, exact = inside(windows, self.threat.image_size), images.double()
         lower, upper = torch.where(patch, 0.0, exact), torch.where(patch, 1.0, exact)
         with evaluating(self.classifier):
@@ -166,18 +172,18 @@ class IntervalBounds(OwnDefense):
 
 
 def by_image(image: Int64[Tensor, " n"], value: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """The order of the rows by image, and of those of an image by value."""
+    """Indices that sort rows by image, and the rows of each image by value."""
     order = value.argsort(stable=True)
     return order[image[order].argsort(stable=True)]
 
 
 def windows_of(parts: Int64[Tensor, "n 6"]) -> Int64[Tensor, "n 4"]:
-    """The rectangles (top, left, height, width) that hold all patches of each part."""
+    """The rectangle (top, left, height, width) that holds all patches of each part."""
     return torch.cat([parts[:, :2], parts[:, 2:4] + parts[:, 4:] - 1], dim=1)
 
 
 def quarters(parts: Int64[Tensor, "n 6"]) -> Int64[Tensor, "4*n 6"]:
-    """Each part cut in two on both axes, all first quarters first; some are empty where a part is one position wide."""
+    """Cut each part in two on both axes, all first quarters first; a part one position wide leaves empty ones."""
     start, size, patch = parts.split(2, dim=1)
     half = (size + 1) // 2
     found = []

@@ -1,8 +1,8 @@
 """Defences on local evidence: cells with a small receptive field, of which a patch touches only a few.
 
 The classifier has `local_logits(images)` "b classes rows columns" and `receptive_field` = (size, stride, offset): cell
-(r, q) sees the pixels from offset + r·stride on, `size` of them, and the like for columns. Local logits are computed in
-float64, so that rounding stays far below `ROUNDING`; the rules hold for logits that are off by that much.
+(r, q) sees `size` rows of pixels from row offset + r·stride on, and columns likewise. Local logits are computed in
+float64, so that rounding errors stay far below `ROUNDING`, and the rules hold for logits that are off by that much.
 """
 
 from __future__ import annotations
@@ -21,46 +21,36 @@ from patchproof.geometry import Fields, PatchThreat, Windows, receptive_windows
 from patchproof.masking import Engine, evaluating, out_of_memory
 from patchproof.models import failure, fingerprint
 from patchproof.settings import BagCertOptions
-from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size
+from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
 
 ROUNDING = 1e-6
-"""What float64 local logits are assumed to be off by, as a share of the largest |logit|: rounding is a millionth of
-it. Leads must exceed this share of one cell's evidence, too."""
+"""Assumed error of float64 local logits, as a share of the largest |logit|; the true one is a millionth of it.
 
-PROBED_CELLS = 16
-"""Cells whose receptive field is tried, by changing everything outside it."""
+Leads must also exceed this share of one cell's evidence."""
 
 
-class Exact:
-    """The classifier's local logits in float64, on a copy that follows its weights however they are changed."""
+class ExactLogits:
+    """The classifier's local logits in float64, from a copy that follows its weights however they are changed."""
 
     def __init__(self, classifier: Any) -> None:
-        self.classifier, self.copied, self.checked = classifier, (None, classifier), False
-
-    @property
-    def receptive_field(self) -> tuple[int, int, int]:
-        field = self.classifier.receptive_field
+        self.classifier = self.network = classifier
+        self.copied_at: object = None
+        self.checked = False
+        field = classifier.receptive_field
         try:
             size, stride, offset = map(operator.index, field)
         except (TypeError, ValueError):
             raise InputError(
                 f"receptive_field must be (size, stride, offset) in whole pixels, e.g. (9, 1, -4), not {field!r}"
             ) from None
-        return size, stride, offset
+        self.receptive_field = size, stride, offset
 
     def local_logits(self, images: Tensor, at_once: int = 1) -> Tensor:
-        network: Any = self.copied[1]
         if isinstance(self.classifier, nn.Module):
-            now = fingerprint(self.classifier)
-            if self.copied[0] != now:
-                network = copy.deepcopy(self.classifier).double()
-                self.copied, self.checked = (now, network), False  # type: ignore[assignment]
-            with torch.no_grad():  # a change through `.data` leaves no trace
-                for ours, theirs in zip(_tensors(network), _tensors(self.classifier), strict=True):
-                    ours.copy_(theirs)
+            self.follow_weights(self.classifier)
         try:
-            with torch.no_grad(), evaluating(network):
-                parts = [network.local_logits(part) for part in images.double().split(at_once)]
+            with torch.no_grad(), evaluating(self.network):
+                parts = [self.network.local_logits(part) for part in images.double().split(at_once)]
         except Exception as error:
             if isinstance(error, PatchproofError) or out_of_memory(error):
                 raise
@@ -68,18 +58,26 @@ class Exact:
             raise CheckError(f"local_logits fails on float64 images of {shape}: {failure(error)}") from error
         for logits in parts:
             if not (isinstance(logits, Tensor) and logits.ndim == 4):
-                got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-                raise CheckError(f"local_logits must return (images, classes, rows, columns), not {got}")
+                raise CheckError(f"local_logits must return (images, classes, rows, columns), not {kind_of(logits)}")
         return torch.cat(parts).double()
 
+    def follow_weights(self, module: nn.Module) -> None:
+        now = fingerprint(module)
+        if self.copied_at != now:
+            self.network, self.copied_at, self.checked = copy.deepcopy(module).double(), now, False
+        ours, theirs = ([*each.parameters(), *each.buffers()] for each in (self.network, module))
+        with torch.no_grad():  # the fingerprint does not see changes through `.data`
+            for copied, original in zip(ours, theirs, strict=True):
+                copied.copy_(original)
+
     def check_fields(self, images: Tensor, logits: Tensor, image_size: Size) -> None:
-        """Refuse a receptive field that is not what it says: change all pixels outside it and compare, once."""
+        """Refuse a false receptive field: pixels outside those of 16 cells are changed once, and must not matter."""
         if self.checked or not len(images):
             return
         grid = (int(logits.shape[2]), int(logits.shape[3]))
         keep = Fields.receptive(image_size, grid, self.receptive_field).keep(images.device)
         noise = torch.rand(images[:1].shape, generator=torch.Generator().manual_seed(0)).to(images)
-        for cell in torch.linspace(0, len(keep) - 1, PROBED_CELLS).long().unique().tolist():
+        for cell in torch.linspace(0, len(keep) - 1, 16).long().unique().tolist():
             row, column = divmod(cell, grid[1])
             other = self.local_logits(torch.where(keep[cell], images[:1], noise))[0, :, row, column]
             change = float((other - logits[0, :, row, column]).abs().max())
@@ -91,24 +89,20 @@ class Exact:
         self.checked = True
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 @dataclass(frozen=True)
 class LocalDefense(EvidenceDefense):
-    """Common ground: evidence from local logits, windows from the receptive field, leads from a rule."""
+    """Base class: evidence from local logits, windows from the receptive field, leads from a rule."""
 
     classifier: Classifier
     threat: PatchThreat
     engine: Engine = field(default_factory=Engine, kw_only=True)
-    exact: Exact = field(init=False, repr=False, compare=False)
+    exact: ExactLogits = field(init=False, repr=False, compare=False)
 
     most_passes: ClassVar[int] = 1
     margin_unit: ClassVar[str] = "scores"
     above: ClassVar[float] = ROUNDING
     nested: ClassVar[bool] = False
-    """Does the rule ask about windows inside others, too?"""
+    """True if the rule needs windows that lie inside others, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,23 +113,22 @@ class LocalDefense(EvidenceDefense):
                 "the recipe cifar10-32px-bagcert trains a BagNet"
             )
         self.require_precision("computes in float64")
-        object.__setattr__(self, "exact", Exact(self.classifier))
-        assert self.exact.receptive_field  # refused here if it is none
+        object.__setattr__(self, "exact", ExactLogits(self.classifier))
 
     def describe(self) -> dict[str, Any]:
         field = list(self.exact.receptive_field)
         return super().describe() | {"receptive_field": field, "arithmetic": "float64"}
 
     def local_evidence(self, logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes n"]:
-        """e(l), which may not fall where l rises."""
+        """The evidence e(l), a monotonically increasing function of the local logits."""
         raise NotImplementedError
 
     def soft_evidence(self, logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b classes n"]:
-        """The same with a slope that an attack can climb."""
+        """Evidence with a gradient that an attack can climb."""
         return self.local_evidence(logits)
 
     def gather(self, images: Float[Tensor, "b c h w"]) -> Evidence:
-        """From one pass per image, in float64."""
+        """Compute the evidence with one float64 pass per image."""
         logits = self.exact.local_logits(images, self.images_at_once)
         self.exact.check_fields(images, logits, self.threat.image_size)
         cells, passes = logits.flatten(2), torch.ones(len(images), dtype=torch.int64, device=images.device)
@@ -148,14 +141,14 @@ class LocalDefense(EvidenceDefense):
         return receptive_windows(self.threat, grid, self.exact.receptive_field, logits.device, nested=self.nested)
 
     def surrogate(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """The scores with gradients, for attacks."""
+        """Differentiable scores, for attacks."""
         local: Tensor = self.classifier.local_logits(images)  # type: ignore[attr-defined]
         return self.scores(self.soft_evidence(local.flatten(2).float()), self.windows(local))
 
 
 @dataclass(frozen=True)
 class ClippedBagNet(LocalDefense):
-    """e = tanh(0.05·l − 1) ∈ (−1, 1), the answer is the argmax of its sum over cells (Zhang et al. 2020).
+    """Clipped BagNet (Zhang et al. 2020): e = tanh(0.05·l − 1) ∈ (−1, 1), summed over the cells.
 
     Certified iff Σ_{∉A} e_y − |A| > Σ_{∉A} e_c + |A| for every patch and class.
     """
@@ -169,7 +162,7 @@ class ClippedBagNet(LocalDefense):
 
 @dataclass(frozen=True)
 class PatchGuardBagNet(RobustMasking, LocalDefense):
-    """e = max(l, 0), each class without its most evident window: robust masking (Xiang et al. 2021)."""
+    """PatchGuard with a BagNet (Xiang et al. 2021): e = max(l, 0), scored by robust masking."""
 
     name: ClassVar[str] = "patchguard-bagnet"
     nested: ClassVar[bool] = True
@@ -180,7 +173,7 @@ class PatchGuardBagNet(RobustMasking, LocalDefense):
 
 @dataclass(frozen=True)
 class BagCert(LocalDefense):
-    """Local scores in [0, 1], the answer is the argmax of their sum (Metzen & Yatsura 2021).
+    """BagCert (Metzen & Yatsura 2021): local scores in [0, 1], summed over the cells.
 
     Certified iff Σ_{∉A} (e_y − e_c) > |A| for every patch and class.
     """

@@ -1,7 +1,7 @@
 """PatchCleanser (Xiang et al., USENIX Security 2022): double masking, and its certificate.
 
-The paper's statements, in order: `double_masking` is Algorithm 1, `two_mask_correct` the certificate, Algorithm 2.
-Which copies are evaluated when, and which not at all, is decided in `_table.py`; it changes no answer.
+`double_masking` is Algorithm 1 of the paper, `two_mask_correct` is Algorithm 2. `PairTable` and `_table.py` decide
+which copies are evaluated in which order, and which are skipped; that changes no prediction and no certificate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from patchproof.types import Classifier
 
 
 def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
-    """The most frequent label; among equals the smallest."""
+    """The most frequent label; among equally frequent ones the smallest."""
     votes = (labels[:, :, None] == labels[:, None, :]).sum(dim=2)
     most = votes == votes.amax(dim=1, keepdim=True)
     return labels.masked_fill(~most, torch.iinfo(torch.int64).max).amin(dim=1)
@@ -33,12 +33,14 @@ def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
 def double_masking(
     first: Int64[Tensor, "b n"], second: Callable[[Tensor, Tensor], Int64[Tensor, "j n"]]
 ) -> Int64[Tensor, " b"]:
-    """Algorithm 1: the first disagreeing copy whose second round is unanimous wins, else the majority.
+    """Algorithm 1: the first disagreeing copy whose second round is unanimous wins, otherwise the majority wins.
 
-    `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` gives F(x ⊙ mask ⊙ m) of the disagreeing copies for every further
-    m; it is asked about all of them at once, so that they fill the device.
-    Sound: on a certified image every copy that hides the patch answers y. So if y disagrees, its own copy is unanimous;
-    and a copy with another label meets y in its second round and never wins.
+    `first[b, m]` = F(x_b ⊙ m). `second(image, mask)` returns F(x ⊙ mask ⊙ m) of the disagreeing copies for every m ∈ 𝓜;
+    it is called once with all disagreeing copies, so that they fill the device.
+
+    Proof: on a certified image every copy whose masks hide the patch gives y. If y is not the majority, a one-mask copy
+    that hides the patch disagrees, and its second round is unanimous for y. A disagreeing copy with another label meets
+    y under the mask that hides the patch, so it never wins.
     """
     majority = majority_label(first)
     image, mask = torch.nonzero(first != majority[:, None], as_tuple=True)
@@ -51,7 +53,7 @@ def double_masking(
 def two_mask_correct(right: Bool[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
     """Algorithm 2, the certificate: ∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y, m0 = m1 included.
 
-    `right[b, m0, m1]`: that copy answers y, by enough (τ) to answer so every time.
+    `right[b, m0, m1]` is True if that copy is predicted as y with a margin of at least τ.
     """
     return right.all(dim=2).all(dim=1)
 
@@ -60,7 +62,7 @@ def two_mask_correct(right: Bool[Tensor, "b n n"]) -> Bool[Tensor, " b"]:
 class PatchCleanser(MaskedDefense):
     """Certified(x, y) iff F(x ⊙ m0 ⊙ m1) = y for all m0, m1 ∈ 𝓜, where 𝓜 covers 𝓡.
 
-    `exhaustive` disables early exit: every pair is evaluated, also of images already known to fail.
+    `exhaustive` disables early exit: every pair of masks is evaluated, also for images already known to fail.
     """
 
     exhaustive: bool = field(default=False, kw_only=True)
@@ -73,12 +75,12 @@ class PatchCleanser(MaskedDefense):
         return self.masks.union_count
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-        """Two rounds of masking (Algorithm 1); the second only of disagreeing copies, and only until contradicted."""
+        """Predict by two rounds of masking (Algorithm 1); a second round stops at the first contradicting label."""
         pairs = self.pairs(images)
         return pairs.defended(pairs.one_mask_labels()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
-        """∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), giving up on an image at its first wrong label."""
+        """Certify ∀ m0, m1 ∈ 𝓜: F(x ⊙ m0 ⊙ m1) = y (Algorithm 2), and give up on an image at its first wrong label."""
         pairs = self.pairs(images, labels)
         self.measure(images)
         return pairs.certificates(self._certified(pairs)).to(images.device)
@@ -103,14 +105,14 @@ class PatchCleanser(MaskedDefense):
         return PairTable(self.table(images, labels, (unions.first, unions.second)), unions.of_pair)
 
     def _certified(self, pairs: PairTable) -> Bool[Tensor, " b"]:
-        """Algorithm 2 on the whole table, or on as much of it as decides."""
+        """Algorithm 2, on the whole table or with early exit."""
         if self.exhaustive:
             pairs.table.evaluate_all(settle=False)
             return two_mask_correct(pairs.table.right()[:, pairs.of_pair])
         return pairs.all_right(one_mask_order=self.central_first())
 
     def explain(self, image: Float[Tensor, "c h w"]) -> list[list[int]]:
-        """F(x ⊙ m0 ⊙ m1) for every pair of masks."""
+        """F(x ⊙ m0 ⊙ m1) for every pair of masks, as JSON."""
         pairs = self.pairs(image[None])
         return pairs.table.evaluate_all()[0, pairs.of_pair].tolist()
 
@@ -123,7 +125,7 @@ class PatchCleanser(MaskedDefense):
 
 @dataclass(frozen=True)
 class PairTable:
-    """The table of all two-mask predictions; pairs that hide the same pixels share a cell, `of_pair[a, b]`."""
+    """The table of all two-mask predictions; `of_pair[a, b]` is the cell of masks a and b, and of equal unions."""
 
     table: MaskTable
     of_pair: Int64[Tensor, "n n"]
@@ -137,11 +139,11 @@ class PairTable:
         return self.table.row(self.one_mask)
 
     def defended(self, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
-        """Algorithm 1 on a table that is filled as it goes."""
-        most = max(1, TABLE_CELLS // first.shape[1])  # copies at once, so that memory is bounded for many masks
+        """Algorithm 1, where the second round of each disagreeing copy is evaluated until it is contradicted."""
+        at_once = max(1, TABLE_CELLS // first.shape[1])  # bounds the memory when there are many masks
 
         def second(image: Tensor, mask: Tensor) -> Tensor:
-            parts = zip(image.split(most), mask.split(most), strict=True)
+            parts = zip(image.split(at_once), mask.split(at_once), strict=True)
             return torch.cat([self.second_round(i, m, until=first[i, m]) for i, m in parts])
 
         return double_masking(first, second)
@@ -149,44 +151,46 @@ class PairTable:
     def second_round(
         self, image: Int64[Tensor, " j"], mask: Int64[Tensor, " j"], *, until: Int64[Tensor, " j"] | None = None
     ) -> Int64[Tensor, "j n"]:
-        """The labels of copy (image, mask) under every further mask.
+        """F(x ⊙ mask ⊙ m) of the copies (image, mask) for every m ∈ 𝓜.
 
-        With `until`, a round is cancelled once a label differs from it: what was not evaluated repeats that label. The
-        masks whose own copies contradict it most come first.
+        With `until`, a round ends as soon as a label differs from `until`, and skipped copies repeat that label.
+        Masks whose one-mask copies contradict `until` with the largest margin come first.
         """
         table, cells = self.table, self.of_pair[mask]
         if until is None:
             table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
             return table.label[image[:, None], cells]
-        label, gap = (values[image[:, None], self.one_mask] for values in (table.label, table.gap))
-        against = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
-        table.survivors(image, cells.gather(1, against), until)
-        seen, labels = table.known[image[:, None], cells], table.label[image[:, None], cells]
-        other = (seen & (labels != until[:, None])).long().argmax(dim=1, keepdim=True)
-        return torch.where(seen, labels, labels.gather(1, other))
+        label = table.label[image[:, None], self.one_mask]
+        gap = table.gap[image[:, None], self.one_mask]
+        order = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
+        table.survivors(image, cells.gather(1, order), until)
+        seen = table.known[image[:, None], cells]
+        labels = table.label[image[:, None], cells]
+        contradiction = (seen & (labels != until[:, None])).long().argmax(dim=1, keepdim=True)
+        return torch.where(seen, labels, labels.gather(1, contradiction))
 
     def all_right(self, one_mask_order: Int64[Tensor, " n"]) -> Bool[Tensor, " b"]:
-        """Algorithm 2 with early exit: one-mask copies first, then of the images left the pairs most likely to fail,
-        those of the smallest sum of one-mask margins first."""
+        """Algorithm 2 with early exit: one-mask copies first, then the pairs with the smallest one-mask margins."""
         table = self.table
         assert table.labels is not None
         images = torch.arange(len(table.images))
         order = self.one_mask[one_mask_order].expand(len(images), -1)
         alive = images[table.survivors(images, order, table.labels, sure=True)]
-        margin, cells = table.margin[alive[:, None], self.one_mask], torch.nonzero(table.first != table.second)[:, 0]
-        hardest = (margin[:, table.first[cells]] + margin[:, table.second[cells]]).argsort(dim=1, stable=True)
-        alive = alive[table.survivors(alive, cells[hardest], table.labels[alive], sure=True)]
+        margin = table.margin[alive[:, None], self.one_mask]
+        pairs = torch.nonzero(table.first != table.second)[:, 0]
+        hardest = (margin[:, table.first[pairs]] + margin[:, table.second[pairs]]).argsort(dim=1, stable=True)
+        alive = alive[table.survivors(alive, pairs[hardest], table.labels[alive], sure=True)]
         return torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True)
 
     def certificates(self, certified: Bool[Tensor, " b"]) -> Certificates:
-        """`witness` names the two masks of the copy that decides, and the label it answered."""
+        """Certificates whose `witness` is the two-mask copy that decides: its masks and its predicted label."""
         return self.table.certificates(certified, torch.stack([self.table.first, self.table.second], dim=1))
 
 
 def two_mask_labels(
     classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet, *, engine: Engine | None = None
 ) -> Int64[Tensor, "b n n"]:
-    """The whole table F(x_b ⊙ m0 ⊙ m1): entry [b, 0, 0] is one mask alone, the table is symmetric."""
+    """The whole table F(x_b ⊙ m0 ⊙ m1), symmetric in the masks; its diagonal holds the one-mask predictions."""
     require_images(images, masks.image_size)
     unions, count = masks.unions, len(images)
     image = torch.arange(count).repeat_interleave(len(unions))

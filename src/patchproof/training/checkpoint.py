@@ -1,4 +1,4 @@
-"""A training run on disk: everything the next step depends on, replaced as a whole or not at all."""
+"""Checkpoints of a training run: everything that the next step depends on, replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ SCHEMA = 1
 
 
 def save_training(
-    folder: Path,
-    trainer: Trainer,
-    shipped: ImageClassifier,
-    notes: Mapping[str, Any],
-    *,
-    history: Mapping[str, Any] | None = None,
+    folder: Path, trainer: Trainer, shipped: ImageClassifier, notes: Mapping[str, Any], *, history: Any = None
 ) -> None:
-    """Replace `folder` by the trainer's present state beside the classifier to ship; a kill leaves the old or the new.
+    """Replace `folder` by the trainer's state and the classifier to ship; if killed, the old or the new one remains.
 
-    `notes` is plain JSON that a resumed run gets back, `history` what the classifier says of its training. Weights that
-    are NaN or infinite never replace good ones.
+    `notes` is plain JSON that a resumed run gets back; `history` becomes the classifier's own account of its training.
+    Weights that are NaN or infinite never replace good ones.
     """
     if not all(torch.isfinite(v).all() for v in trainer.weights().values() if v.is_floating_point()):
         raise CheckError(
@@ -40,9 +35,11 @@ def save_training(
             "learning rate"
         )
     remembered, scaler = state_of(trainer.strategy), trainer.accelerator.scaler
-    tensors = {f"model/{name}": value for name, value in trainer.classifier.state_dict().items()}
-    tensors |= {f"average/{name}": value for name, value in (trainer.average or {}).items()}
-    tensors |= {f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)}
+    tensors = {
+        **{f"model/{name}": value for name, value in trainer.classifier.state_dict().items()},
+        **{f"average/{name}": value for name, value in (trainer.average or {}).items()},
+        **{f"strategy/{name}": value for name, value in remembered.items() if isinstance(value, Tensor)},
+    }
     for name, parameter in _trained(trainer).items():
         for key, value in trainer.optimizer.optimizer.state.get(parameter, {}).items():
             if value is not None:
@@ -64,7 +61,7 @@ def save_training(
 
 
 def load_training(folder: Path, trainer: Trainer) -> Mapping[str, Any] | None:
-    """Put the trainer where the last checkpoint left it: what the caller noted down there; None if there is none."""
+    """Restore the trainer from the last checkpoint and return the notes saved with it; None if there is none."""
     place = settled(folder)
     if not place.exists():
         return None
@@ -99,7 +96,8 @@ def _restore(trainer: Trainer, state: Mapping[str, Any], tensors: Mapping[str, T
             trainer.average[name].copy_(value)
     if state["scaler"] is not None and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler.load_state_dict(state["scaler"])
-    if remembered := under("strategy/") | state["strategy"]:
+    remembered = under("strategy/") | state["strategy"]
+    if remembered:
         trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
     trainer.step = int(state["step"])
 

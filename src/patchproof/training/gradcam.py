@@ -31,15 +31,15 @@ def grad_cam(
     layer: nn.Module | None = None,
     upsampling: Upsampling = "bilinear",
 ) -> Float[Tensor, "b h w"]:
-    """relu(Σ_c ᾱ_c A_c), ᾱ_c the mean of ∂logit_y/∂A_c over positions, enlarged to the image; on x ⊙ m with `keep`.
+    """Return relu(Σ_c ᾱ_c A_c), where ᾱ_c is the mean of ∂logit_y/∂A_c over positions, enlarged to the image.
 
-    y is the label, or without labels the class that the classifier predicts for what it is shown. A is the output of
+    With `keep`, the map is that of x ⊙ m. y is the label, or without labels the predicted class. A is the output of
     `layer`; by default the last feature map of a convolutional network, or the normalised tokens that enter the last
-    block of a ViT (after that block only the class token still counts).
+    block of a ViT (after that block only the class token matters).
     """
     if not isinstance(classifier, nn.Module):
         raise InputError("Grad-CAM looks inside the classifier, so it must be an nn.Module")
-    if keep is not None and getattr(classifier, "token_size", None) is not None:  # dropped tokens are missing in a map
+    if keep is not None and getattr(classifier, "token_size", None) is not None:  # a map must have all tokens
         images, keep = occlude(images, keep, fill_colour(classifier, images)), None
     captured: list[Tensor] = []
 
@@ -47,7 +47,7 @@ def grad_cam(
         if captured or not isinstance(output, Tensor):
             raise InputError(NO_MAP)
         captured.append(output.detach().requires_grad_())
-        torch.set_grad_enabled(True)  # until the no_grad block below ends; what lies before the layer costs nothing
+        torch.set_grad_enabled(True)  # until the no_grad block below ends; earlier layers need no graph
         return captured[-1].clone()  # a copy, since the next module may work in place
 
     handle = (layer or salient_layer(classifier, images[:1])).register_forward_hook(begin_graph)
@@ -70,7 +70,7 @@ def grad_cam(
 
 
 def named_layer(classifier: Any, name: str) -> nn.Module:
-    """The layer of this name in the network."""
+    """Return the network's layer of this name."""
     network = getattr(classifier, "module", classifier)
     try:
         return network.get_submodule(name)
@@ -82,8 +82,8 @@ def named_layer(classifier: Any, name: str) -> nn.Module:
 
 
 def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.Module:
-    """The layer Grad-CAM looks at: found once by running `probe` through, then remembered."""
-    for module in classifier.modules():  # a ViT, whose tokens lie on a grid that it knows
+    """Return the default layer for Grad-CAM; it is found once by a pass with `probe`, and then remembered."""
+    for module in classifier.modules():  # a ViT knows the grid of its tokens
         grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)
         if grid is not None and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
             return module.blocks[-1].norm1  # type: ignore[index, return-value, union-attr]
@@ -93,8 +93,10 @@ def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.
 
 
 def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
-    """Name of the last module to run whose output is a map of more than one position; none, if the network goes on with
-    tokens after it. What a head does with the map it pools is no such thing."""
+    """Name of the last module that returns a map of more than one position, unless tokens are computed after it.
+
+    Tokens in the head do not count, because a head may flatten the map in order to pool it.
+    """
     seen: list[str] = []
 
     def note(name: str, module: nn.Module, output: object) -> None:
@@ -122,15 +124,17 @@ def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
 
 
 def _as_grid(classifier: nn.Module, values: Tensor, size: Size) -> Float[Tensor, "b c gh gw"]:
-    """Feature maps with their channels first; tokens laid out on the grid their patches came from, class tokens left
-    out. Swin and others have channels last: a map has the image's aspect, its channels only by chance."""
+    """Return feature maps with channels first, or tokens (without class tokens) laid out on their grid.
 
-    def squeezed(height: int, width: int) -> float:
+    Swin and others have channels last. The two axes whose aspect ratio is closer to the image's are the positions.
+    """
+
+    def distortion(height: int, width: int) -> float:
         return abs(math.log(height * size[1] / (width * size[0])))
 
     if values.ndim == 4:
         one, two, three = values.shape[1:]
-        return values.permute(0, 3, 1, 2) if squeezed(one, two) < squeezed(two, three) else values
+        return values.permute(0, 3, 1, 2) if distortion(one, two) < distortion(two, three) else values
     embeddings: Any = (m.patch_embed for m in classifier.modules() if hasattr(m, "patch_embed"))
     height, width = next((e.grid_size for e in embeddings), (math.inf, 1))
     if values.ndim != 3 or values.shape[1] < height * width:

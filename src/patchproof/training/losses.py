@@ -1,32 +1,95 @@
-"""What a training step minimises besides the cross-entropy of masked copies: margins of certificates on whole images.
+"""Losses of a training step: the cross-entropy of masked copies, or margins of certificates on whole images.
 
-A loss is a callable (classifier, images, labels, progress) -> mean over the images. `progress` is the share of the
-steps that are done. What it draws from torch's random state follows from the seed and the number of the step.
+A loss on whole images is a callable (classifier, images, labels, progress) -> mean over the images, where `progress` is
+the share of the steps that are done. Its random numbers follow from the seed and the number of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat, Windows, receptive_windows
-from patchproof.masking import evaluating
+from patchproof.geometry import PatchThreat, Windows, inside, receptive_windows
+from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
 from patchproof.types import InputError
 
+Images = Float[Tensor, "b c h w"]
+Labels = Int64[Tensor, " b"]
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
+Teacher = Callable[[Tensor, Tensor | None], Tensor]
+"""(images, keep) -> logits to learn from."""
+
+
+class StepLoss(nn.Module):
+    """The loss of part of a batch as a module, as DistributedDataParallel and mixed precision require."""
+
+    def __init__(
+        self,
+        classifier: ImageClassifier,
+        masked: MaskedForward,
+        loss: Loss | None = None,
+        teacher: Teacher | None = None,
+        *,
+        teacher_weight: float = 0.5,
+        smoothing: float = 0.0,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__()
+        self.classifier, self.masked, self.loss, self.teacher = classifier, masked, loss, teacher
+        self.options = {"smoothing": smoothing, "teacher_weight": teacher_weight}
+        self.of_whole_batch: Any = torch.compile(cast(Any, loss).__call__, dynamic=False) if compiled else loss
+        self.largest = 0
+
+    def forward(
+        self, images: Tensor, labels: Tensor, keep: Tensor, progress: float
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
+        """Return the mean loss, and the loss of each copy, which for a loss on whole images is the mean."""
+        if self.loss is None:
+            return masked_loss(self.masked, images, labels, keep, teacher=self.teacher, **self.options)
+        self.largest = max(self.largest, len(images))
+        loss: Any = self.of_whole_batch if len(images) == self.largest else self.loss
+        mean = loss(self.classifier, images, labels, progress)
+        return mean, mean.detach().expand(keep.shape[:2])
+
+
+def masked_loss(
+    model: MaskedForward,
+    images: Float[Tensor, "b c h w"],
+    labels: Int64[Tensor, " b"],
+    keep: Bool[Tensor, "copies b 1 h w"],
+    *,
+    smoothing: float = 0.0,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 0.5,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "copies b"]]:
+    """Return the mean cross-entropy over the masked copies (not the clean image), and that of each copy.
+
+    With a teacher T the mean is (1 − w)·CE + w·KL(T(x ⊙ m) ‖ F(x ⊙ m)), where T sees the same masked copies.
+    """
+    every = torch.arange(len(images), device=images.device).repeat(len(keep))  # indexing keeps channels last
+    logits = model(images[every], keep.flatten(0, 1)).float()
+    plain = functional.cross_entropy(logits.detach(), labels[every], reduction="none").view(keep.shape[:2])
+    loss = functional.cross_entropy(logits, labels[every], label_smoothing=smoothing)
+    if teacher is not None:
+        with torch.no_grad():
+            wanted = teacher(images[every], keep.flatten(0, 1)).clone().log_softmax(dim=1)
+        divergence = functional.kl_div(logits.log_softmax(dim=1), wanted, reduction="batchmean", log_target=True)
+        loss = torch.lerp(loss, divergence, teacher_weight)
+    return loss, plain
 
 
 def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """1 where a logit is positive, else 0, with the gradient of a sigmoid (BagCert's local scores).
+    """BagCert's local scores: 1 where a logit is positive, else 0, with the gradient of a sigmoid.
 
-    The step is blind to the scale of the logits, so the sigmoid is as wide as they are spread: else most cells of a
-    network with large logits would get no gradient.
+    The sigmoid is scaled by the mean |logit|, because otherwise most cells of a network with large logits would get no
+    gradient; the step itself does not depend on the scale.
     """
     soft = (logits / logits.detach().abs().mean().clamp(min=torch.finfo(logits.dtype).eps)).sigmoid()
     return (logits > 0).to(soft) + (soft - soft.detach())
@@ -34,21 +97,25 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 @dataclass(frozen=True)
 class BagCertHinge:
-    """A smooth max(0, target − m_c) over the classes c ≠ y: log(1 + Σ_c exp(s·(target − m_c))) / s.
+    """BagCert's loss: a smooth max(0, target − m_c) over the classes c ≠ y, log(1 + Σ_c exp(s·(target − m_c))) / s.
 
     m_c = min over p of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, as a share of the cells, is the margin of `bagcert`'s certificate
-    against c (Metzen & Yatsura 2021). With the sharpness s → ∞ it is the hinge on the worst class alone, from which a
-    network learns far more slowly: one class of each image then gets a gradient (docs/decisions/0011-evidence.md).
+    against c (Metzen & Yatsura 2021). With the sharpness s → ∞ it becomes the hinge on the worst class, from which a
+    network learns far more slowly, because only one class per image gets a gradient (docs/decisions/0011-evidence.md).
     """
 
     windows: Windows
-    """A(p) for the cells of the classifier."""
+    """The cells A(p) that each patch p touches."""
     target: float = 0.45
     sharpness: float = 10.0
 
     @classmethod
     def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertHinge:
-        """With the windows made beforehand: compiled, the loss would make them in every step."""
+        """Build the loss with its windows, which a compiled loss would otherwise compute in every step."""
+        if not hasattr(classifier, "local_logits"):
+            raise InputError(
+                f"loss `bagcert` needs a network with local logits, e.g. bagnet5, not {classifier.architecture}"
+            )
         blank = classifier.mean.new_zeros(1, len(classifier.shift), *classifier.input_size)
         with torch.no_grad(), evaluating(classifier):
             rows, columns = classifier.local_logits(blank).shape[2:]
@@ -56,11 +123,7 @@ class BagCertHinge:
         return cls(receptive_windows(threat, (rows, columns), field, blank.device), **options)
 
     def __call__(
-        self,
-        classifier: ImageClassifier,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        progress: float,
+        self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float
     ) -> Float[Tensor, ""]:
         scores = step_scores(classifier.local_logits(images).float())
         with torch.autocast(images.device.type, enabled=False):  # sums of steps are exact in float32
@@ -71,7 +134,7 @@ class BagCertHinge:
     def margins(
         self, scores: Float[Tensor, "b classes rows columns"], labels: Int64[Tensor, " b"]
     ) -> Float[Tensor, "b classes"]:
-        """m_c / number of cells; ∞ for the label."""
+        """Return m_c as a share of the cells; ∞ for the label."""
         windows = self.windows.to(scores.device)
         every, cells = torch.arange(len(scores), device=scores.device), scores.flatten(2)
         lead = cells[every, labels][:, None] - cells
@@ -81,11 +144,10 @@ class BagCertHinge:
 
 @dataclass(frozen=True)
 class IntervalLoss:
-    """Cross-entropy of the worst logits that interval bounds allow a patch at any of `positions` random places of each
-    image (Chiang et al. 2020).
+    """IBP's loss: cross-entropy of the worst logits that a patch at `positions` random locations can reach.
 
-    Warm-up from plain training: until `plain` of the steps are done the images are as they are; then the interval
-    inside the patch and the share of the bounds in the loss grow linearly, to [0, 1] and 1 when `warm` are done.
+    The logits are interval bounds (Chiang et al. 2020). Training starts plain, for the share `plain` of the steps. Then
+    the interval inside the patch and the weight of the bounds grow linearly, to [0, 1] and 1 at the share `warm`.
     """
 
     threat: PatchThreat
@@ -93,12 +155,13 @@ class IntervalLoss:
     plain: float = 0.1
     warm: float = 0.6
 
+    @classmethod
+    def of(cls, classifier: ImageClassifier, threat: PatchThreat) -> IntervalLoss:
+        list(passable_layers(classifier))  # refuses layers without bounds
+        return cls(threat)
+
     def __call__(
-        self,
-        classifier: ImageClassifier,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        progress: float,
+        self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float
     ) -> Float[Tensor, ""]:
         grown = min(1.0, max(0.0, (progress - self.plain) / (self.warm - self.plain)))
         clean = functional.cross_entropy(classifier(images).float(), labels) if grown < 1 else images.new_zeros(())
@@ -107,46 +170,24 @@ class IntervalLoss:
         patches = self.places(images)
         lower = torch.where(patches, (1 - grown) * images, images)
         upper = torch.where(patches, images + grown * (1 - images), images)
-        bounds = margin_bounds(
-            classifier,
-            lower.flatten(0, 1),
-            upper.flatten(0, 1),
-            labels.repeat(self.positions),
-            rounding=False,
-        )
+        repeated = labels.repeat(self.positions)
+        bounds = margin_bounds(classifier, lower.flatten(0, 1), upper.flatten(0, 1), repeated, rounding=False)
         worst = bounds.float().unflatten(0, (self.positions, -1)).amin(dim=0)
         return (1 - grown) * clean + grown * functional.cross_entropy(-worst, labels)
 
     def places(self, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "positions b 1 h w"]:
-        """Patches of a random size of the threat at random places."""
+        """Draw patches of random sizes of the threat at random locations; True inside the patch."""
         shape, sizes = (self.positions, len(images)), torch.tensor(self.threat.patch_sizes)
         size = sizes[torch.randint(len(sizes), shape)]
-
-        def inside(axis: int) -> Bool[Tensor, "positions b n"]:
-            side = self.threat.image_size[axis]
-            first = (torch.rand(shape) * (side - size[..., axis] + 1)).long()
-            offset = torch.arange(side) - first[..., None]
-            return ((offset >= 0) & (offset < size[..., axis, None])).to(images.device)
-
-        return (inside(0)[..., :, None] & inside(1)[..., None, :])[:, :, None]
-
-
-def bagcert(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
-    if not hasattr(classifier, "local_logits"):
-        raise InputError(
-            f"loss `bagcert` needs a network with local logits, e.g. bagnet5, not {classifier.architecture}"
-        )
-    return BagCertHinge.of(classifier, threat)
-
-
-def interval(classifier: ImageClassifier, threat: PatchThreat) -> Loss:
-    list(passable_layers(classifier))
-    return IntervalLoss(threat)
+        room = torch.tensor(self.threat.image_size) - size + 1
+        first = (torch.stack([torch.rand(shape), torch.rand(shape)], dim=2) * room).long()
+        places = torch.cat([first, size], dim=2).to(images.device)
+        return inside(places.flatten(0, 1), self.threat.image_size).unflatten(0, shape)
 
 
 LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
     "cross-entropy": lambda classifier, threat: None,
-    "bagcert": bagcert,
-    "ibp": interval,
+    "bagcert": BagCertHinge.of,
+    "ibp": IntervalLoss.of,
 }
-"""Losses by name, for a classifier and the patch of the training masks; None: that of the masked copies."""
+"""Constructors of losses by name, for a classifier and the patch of the training masks; None: that of masked copies."""

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told: the paper's schedule unless it is told otherwise."""
+"""The plan of a training run; its defaults are the paper's schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Plan(TrainingSettings):
     """SGD with momentum 0.9, 10 epochs, learning rate ÷10 after half of them, no augmentation (paper, §4)."""
 
     strategy: str | MaskingStrategy = "greedy"
-    """Which masked copies to learn from (`patchproof ls strategies`)."""
+    """The masking strategy, by name (`patchproof ls strategies`) or as an object."""
 
     loss: str | Loss = "cross-entropy"
-    """What to minimise: a name, or a callable (classifier, images, labels, progress) -> mean over the images."""
+    """The loss, by name or as a callable (classifier, images, labels, progress) -> mean over the images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,19 +32,24 @@ class Plan(TrainingSettings):
             raise InputError(f"teacher must be a classifier, e.g. pp.load_checkpoint(…), not {self.teacher!r}")
 
     def describe(self) -> dict[str, Any]:
-        """As JSON: a strategy, loss or teacher of the user's own by its type and, where it has one, its `describe()`; a
-        teacher that is a module by the sha256 of its weights."""
+        """Return the plan as JSON; objects are named by their type and, if they have one, their `describe()`.
+
+        A teacher that is a module is named by the sha256 of its weights.
+        """
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Plan)}
         values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher) or self.teacher
         for name in ("strategy", "loss", "teacher"):
-            if not isinstance(given := values[name], str | None):
-                own: Any = given if hasattr(given, "__qualname__") else type(given)
-                said = given.describe() if hasattr(given, "describe") else {}
-                values[name] = str(own.__qualname__) + (f" {json.dumps(said)}" if said else "")
+            given = values[name]
+            if given is None or isinstance(given, str):
+                continue
+            values[name] = str(getattr(given, "__qualname__", type(given).__qualname__))
+            details = given.describe() if hasattr(given, "describe") else None
+            if details:
+                values[name] += f" {json.dumps(details)}"
         return values
 
     def strategy_options(self) -> dict[str, Any]:
-        """The options of a strategy that is given by its name."""
+        """Return the options of a strategy that is given by name."""
         if self.strategy == "memory":
             return {"tries": self.tries(), "refresh": self.memory_refresh}
         if isinstance(self.strategy, str) and VIEW.fullmatch(self.strategy):
@@ -54,17 +59,17 @@ class Plan(TrainingSettings):
         return {}
 
     def rate(self, epoch: float) -> float:
-        """Learning rate at a (fractional) epoch."""
-        base = self.learning_rate or 0.0
+        """Return the learning rate at a (fractional) epoch."""
         warm = min(1.0, epoch / self.warmup_epochs) if self.warmup_epochs else 1.0
+        base = warm * (self.learning_rate or 0.0)
         if self.schedule == "step":
-            return warm * base * (0.1 if 2 * math.floor(epoch) >= self.epochs > 1 else 1.0)
+            return base * (0.1 if 2 * math.floor(epoch) >= self.epochs > 1 else 1.0)
         if self.schedule == "cosine":
-            return warm * base * 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / self.epochs)))
-        return warm * base
+            return base * 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / self.epochs)))
+        return base
 
 
 def paper_learning_rate(architecture: str) -> float:
-    """0.001 for transformers and ConvNeXt, 0.01 for ResNets and the rest (paper, §4)."""
+    """Return 0.001 for transformers and ConvNeXt, 0.01 for ResNets and all others (paper, §4)."""
     small = ("vit", "deit", "beit", "swin", "convnext", "eva", "mixer")
     return 0.001 if any(name in architecture.lower() for name in small) else 0.01

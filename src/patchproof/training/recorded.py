@@ -1,4 +1,4 @@
-"""A training step without a launch for each kernel."""
+"""Training passes whose kernels are recorded and replayed (CUDA graphs)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from patchproof.types import CheckError
 
 
 class RecordedPass(MaskedForward):
-    """`MaskedForward` on a GPU whose kernels, forward and backward, are compiled and recorded for the shape of the
-    first whole batch and replayed from then on (CUDA graphs); batches of another shape run as ever.
+    """`MaskedForward` on a GPU, compiled and recorded for the shape of the first whole batch, and then replayed.
 
-    Compiled, a large batch moves less memory; recorded, a small one does not wait for Python to launch its kernels.
+    Both the forward and the backward pass are recorded; batches of another shape run as usual. A compiled large batch
+    moves less memory, and a recorded small batch does not wait for Python to launch its kernels.
     """
 
     def __init__(self, classifier: nn.Module, batch_size: int) -> None:
@@ -28,16 +28,16 @@ class RecordedPass(MaskedForward):
         self._replay: Callable[[Tensor, Tensor], Tensor]
 
     def forward(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        if self._shape is None and len(images) % self.batch_size == 0:  # a resumed run may begin with a short one
+        if self._shape is None and len(images) % self.batch_size == 0:  # a resumed run may begin with a short batch
             self._record(images, keep)
         if images.shape != self._shape:
             return super().forward(images, keep)
         return self._replay(images, keep)
 
     def _record(self, images: Tensor, keep: Tensor) -> None:
-        """Trial passes come first; the statistics of BatchNorm and the random state are then put back.
+        """Record the kernels, and restore what the trial passes change: BatchNorm's statistics and the random state.
 
-        The network is compiled for the recording alone: other passes of it, and copies, are not.
+        The network is compiled only during the recording; its other passes and its copies are not.
         """
         network: nn.Module = getattr(self.classifier, "module", self.classifier)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
@@ -45,14 +45,14 @@ class RecordedPass(MaskedForward):
             "cuda",
             dtype=torch.get_autocast_dtype("cuda"),
             enabled=torch.is_autocast_enabled("cuda"),
-            cache_enabled=False,  # weights are cast in each replay
+            cache_enabled=False,  # every replay must cast the weights again
         )
-        # Gradients are recorded on a stream of their own, which torch would warn of at every training.
+        # Gradients are recorded on a separate stream; torch would warn about that in every training.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         own, collecting = network._compiled_call_impl, gc.isenabled()
-        network.compile(dynamic=False, options={"fallback_random": True})  # dropout as without
+        network.compile(dynamic=False, options={"fallback_random": True})  # the same dropout as without compilation
         gc.collect()
-        gc.disable()  # an older recording that is collected during this one may end it
+        gc.disable()  # collecting an older recording may abort this one
         try:
             with COPYING, torch.random.fork_rng(devices=[images.device]), mixed:
                 self._replay = torch.cuda.make_graphed_callables(  # type: ignore[assignment]

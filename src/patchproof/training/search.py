@@ -1,15 +1,13 @@
-"""The paper's strategies (§4.1): masks chosen blindly, by salience, or by what they do to the loss.
+"""The paper's strategies (§4.1): masks chosen at random, by salience, or by their effect on the loss.
 
-"Worst" is the largest cross-entropy under the current classifier, per image, ties to the lowest mask index.
+The worst mask of an image has the largest cross-entropy under the current classifier; ties go to the lowest index.
 Searches run in eval mode without gradients and leave the classifier as it was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -18,68 +16,67 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import Fields, MaskSet
+from patchproof.geometry import Fields, MaskSet, inside
 from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
 from patchproof.settings import Ablation, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
 from patchproof.types import Classifier, InputError, require_kinds
 
-CUTOUT_SHARE = 128 / 224
-"""Side of a Cutout square as a share of the image's side (PatchCleanser: 128 at 224)."""
-
+Images = Float[Tensor, "b c h w"]
+Labels = Int64[Tensor, " b"]
 Visible = Bool[Tensor, "b 1 h w"]
-Masks = Int64[Tensor, "b 1"]
-"""A mask for each image."""
+VisibleCopies = Bool[Tensor, "copies b 1 h w"]
+Mask = Int64[Tensor, "b 1"]
+"""One mask per image."""
+Masks = Int64[Tensor, "b k"]
+"""Several masks per image; −1 where an image has fewer."""
+Losses = Float[Tensor, "b k"]
 
 
 @dataclass(frozen=True)
 class Search:
-    """A batch, and the cross-entropy of its masked copies through the evaluator of certification."""
+    """A batch of images, and the cross-entropy of its masked copies under the current classifier."""
 
     evaluator: Evaluator
-    images: Float[Tensor, "b c h w"]
-    labels: Int64[Tensor, " b"]
+    images: Images
+    labels: Labels
     indices: Int64[Tensor, " b"] | None = None
     epoch: int = 0
+    mirrored: Bool[Tensor, "b 1"] | None = None
+    """For `memory`: images that are mirrored, compared with what is remembered."""
+    full: bool = True
+    """For `memory`: try all masks, not only those remembered as worst."""
 
     def losses(
-        self,
-        keep: Bool[Tensor, "n 1 h w"],
-        first: Int64[Tensor, "b k"],
-        second: Int64[Tensor, "b k"],
-        *,
-        where: Bool[Tensor, "b k"] | None = None,
-    ) -> Float[Tensor, "b k"]:
-        """ℓ(F(x_b ⊙ m_first ⊙ m_second), y_b); −∞, without a pass, where not asked for."""
-        if where is None:  # nothing to wait for the device for
+        self, keep: Bool[Tensor, "n 1 h w"], first: Masks, second: Masks, *, where: Bool[Tensor, "b k"] | None = None
+    ) -> Losses:
+        """ℓ(F(x_b ⊙ m_first ⊙ m_second), y_b); −∞, without a pass, where `where` is False."""
+        if where is None:  # torch.nonzero would wait for the device
             rows = torch.arange(len(first), device=first.device)[:, None].expand_as(first)
-            return self._evaluated(keep, Copies(rows.flatten(), first.flatten(), second.flatten())).view_as(first)
-        rows, columns = torch.nonzero(where, as_tuple=True)
-        found = self._evaluated(keep, Copies(rows, first[rows, columns], second[rows, columns]))
+            copies = Copies(rows.flatten(), first.flatten(), second.flatten())
+        else:
+            rows, columns = torch.nonzero(where, as_tuple=True)
+            copies = Copies(rows, first[rows, columns], second[rows, columns])
+
+        def cross_entropy(logits: Tensor, part: Tensor | slice) -> Tensor:
+            return functional.cross_entropy(logits, self.labels[copies.image[part]], reduction="none")
+
+        found = self.evaluator.evaluate(self.images, keep, copies, cross_entropy)
+        if where is None:
+            return found.view_as(first)
         return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
 
-    def _evaluated(self, keep: Bool[Tensor, "n 1 h w"], copies: Copies) -> Float[Tensor, " j"]:
-        def cross_entropy(logits: Tensor, rows: Tensor | slice) -> Tensor:
-            require_classes(self.label_range, int(logits.shape[1]))
-            return functional.cross_entropy(logits, self.labels[copies.image[rows]], reduction="none")
-
-        return self.evaluator.evaluate(self.images, keep, copies, cross_entropy)
-
-    @cached_property
-    def label_range(self) -> tuple[int, int] | None:
-        return label_range(self.labels)
-
-    def every(self, count: int) -> Int64[Tensor, "b count"]:
+    def every(self, count: int) -> Masks:
         """0, …, count − 1 for each image."""
         return torch.arange(count, device=self.images.device).expand(len(self.images), -1)
 
 
 @dataclass
-class Named:
-    """A strategy of `STRATEGIES`: no memory, images of one size, one copy for each of its mask sets.
+class BuiltIn:
+    """Base class of the strategies in `STRATEGIES`: one image size, and one copy for each of its mask sets.
 
-    `forwards` and `backwards` are its extra passes per image. The evaluator is kept from batch to batch, and with it
-    the chunk that memory has allowed so far.
+    `forwards` and `backwards` are its extra passes per image. The evaluator is kept from batch to batch, because its
+    chunk is what memory has allowed so far.
     """
 
     mask_sets: tuple[MaskSet, ...]
@@ -96,60 +93,50 @@ class Named:
         return 0
 
     def __call__(
-        self,
-        classifier: Classifier,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        *,
-        indices: Int64[Tensor, " b"] | None = None,
-        epoch: int = 0,
-    ) -> Bool[Tensor, "copies b 1 h w"]:
+        self, classifier: Classifier, images: Images, labels: Labels, *, indices: Labels | None = None, epoch: int = 0
+    ) -> VisibleCopies:
         size, expected = tuple(images.shape[-2:]), self.mask_sets[0].image_size
         if size != expected:
             raise InputError(f"the images are {size}, the strategy is for {expected}")
+        classes = getattr(classifier, "num_classes", None)
+        if isinstance(classes, int):
+            require_classes(label_range(labels), classes)
         if self.evaluator is None or self.evaluator.classifier is not classifier:
             self.evaluator = Evaluator(classifier, self.engine)
         self.evaluator.refresh()
-        search = Search(self.evaluator, images, labels, indices, epoch)
-        classes = getattr(classifier, "num_classes", None)
-        if isinstance(classes, int):
-            require_classes(search.label_range, classes)
         with evaluating(classifier), self.evaluator.unchanged():
-            return self.copies(search)
+            return self.copies(Search(self.evaluator, images, labels, indices, epoch))
 
-    def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
+    def copies(self, search: Search) -> VisibleCopies:
         return torch.stack([self.copy(search, masks) for masks in self.mask_sets])
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
-        """What stays visible of each image in the copy that these masks are for."""
+        """Return what stays visible of each image in the copy for this mask set."""
         raise NotImplementedError
 
 
-class NoMasks(Named):
-    """Everything stays visible."""
+class NoMasks(BuiltIn):
+    """none: everything stays visible."""
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         return torch.ones_like(search.images[:, :1], dtype=torch.bool)
 
 
-class Cutout(Named):
-    """PC-Cutout: two squares of 128×128 (at 224), each centred on a pixel drawn uniformly; they may leave the image."""
+class Cutout(BuiltIn):
+    """cutout (PC-Cutout): two 128×128 squares (at 224), each centred on a uniformly drawn pixel."""
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
-        def hidden(length: int) -> Bool[Tensor, "squares b n"]:
-            """Pixels of one axis that each square hides: [centre − side//2, … + side)."""
-            side = round(CUTOUT_SHARE * length)
-            centre = torch.randint(length, (2, len(search.images), 1), generator=self.generator)
-            offset = torch.arange(length) - (centre - side // 2)
-            return ((offset >= 0) & (offset < side)).to(search.images.device)
-
-        rows, columns = map(hidden, masks.image_size)
-        return ~(rows[..., :, None] & columns[..., None, :]).any(dim=0)[:, None]
+        device, count = search.images.device, len(search.images)
+        height, width = (round(128 / 224 * length) for length in masks.image_size)
+        top, left = (torch.randint(n, (2, count), generator=self.generator) for n in masks.image_size)
+        corners = top - height // 2, left - width // 2
+        squares = torch.stack([*corners, torch.full_like(top, height), torch.full_like(left, width)], dim=2)
+        return ~inside(squares.transpose(0, 1).to(device), masks.image_size)
 
 
 @dataclass
-class RandomView(Named):
-    """Random views of ablation smoothing: `band` columns, rows or both (a block), which wrap around, and no more."""
+class RandomView(BuiltIn):
+    """column4 and others: random views of ablation smoothing, which show only a band or block that wraps around."""
 
     ablation: Ablation = "column"
     band: int = 4
@@ -160,14 +147,14 @@ class RandomView(Named):
         self.fields = Fields.bands(self.mask_sets[0].image_size, self.ablation, self.band)
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
-        rows, columns = (
-            seen[torch.randint(len(seen), (len(search.images),), generator=self.generator)].to(search.images.device)
-            for seen in (self.fields.rows, self.fields.columns)
-        )
-        return (rows[:, :, None] & columns[:, None, :])[:, None]
+        def drawn(seen: Bool[Tensor, "n pixels"]) -> Bool[Tensor, "b pixels"]:
+            chosen = torch.randint(len(seen), (len(search.images),), generator=self.generator)
+            return seen[chosen].to(search.images.device)
+
+        return (drawn(self.fields.rows)[:, :, None] & drawn(self.fields.columns)[:, None, :])[:, None]
 
 
-class RandomMasks(Named):
+class RandomMasks(BuiltIn):
     """rand_k×k: two masks of the set, drawn independently and uniformly."""
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
@@ -176,11 +163,11 @@ class RandomMasks(Named):
 
 
 @dataclass
-class Gutout(Named):
+class Gutout(BuiltIn):
     """gutout_k×k: twice, hide the mask position with the most Grad-CAM salience (Choi et al. 2020).
 
-    The evidence is that for the class predicted for what is still visible. With the target `label` it is that for the
-    true label: then the place of the hole tells the network which label it is (docs/training.md).
+    Salience is that of the class predicted for what is still visible. With the target `label` it is that of the true
+    label, and then the position of the hole tells the network the label (docs/training.md).
     """
 
     target: GutoutTarget = "predicted"
@@ -206,8 +193,8 @@ class Gutout(Named):
         return keep
 
 
-class Greedy(Named):
-    """greedy_k×k: the worst first mask, then the worst second one given the first (another one): 2k² − 1 passes."""
+class Greedy(BuiltIn):
+    """greedy_k×k: the worst first mask, then the worst other mask given the first: 2k² − 1 passes."""
 
     @property
     def forwards(self) -> int:
@@ -223,8 +210,8 @@ class Greedy(Named):
         return keep[first[:, 0]] & keep[second[:, 0]]
 
 
-class Grid(Named):
-    """grid_k×k: the worst of all unordered pairs of masks, a mask with itself included."""
+class Grid(BuiltIn):
+    """grid_k×k: the worst of all unordered pairs of masks, including pairs of a mask with itself."""
 
     @property
     def forwards(self) -> int:
@@ -239,92 +226,78 @@ class Grid(Named):
 
 
 @dataclass
-class MultiSizeGreedy(Named):
-    """greedy: Algorithm A1 of the paper, the 3×3 masks narrowing the search among the 6×6 ones: 25 passes.
+class MultiSizeGreedy(BuiltIn):
+    """greedy: Algorithm A1 of the paper, where 3×3 masks narrow down the search among 6×6 masks: 25 passes.
 
-    Copies: x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. Where M11 lies inside M1, x ⊙ M11 ⊙ M1 is x ⊙ M1, whose loss is known; that
-    saves the 26th pass.
+    The copies are x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. If M11 lies inside M1, the loss of x ⊙ M11 ⊙ M1 is that of x ⊙ M1,
+    which is known and saves the 26th pass.
     """
 
     def __post_init__(self) -> None:
         self.coarse, self.fine = self.mask_sets
         self.made: dict[torch.device, Tensor] = {}
-        # For each coarse mask the fine ones that cover it; of one patch's 3×3 and 6×6 sets, four.
-        self.children = [self.fine.children(rect) for rect in self.coarse.blocks]
-        # [coarse, fine]: which fine masks lie inside which coarse ones.
-        self.inside = torch.tensor([[c.contains(f) for f in self.fine.blocks] for c in self.coarse.blocks])
+        # Fine masks are numbered after the coarse ones: mask i of the fine set is len(coarse) + i.
+        every = (*self.coarse.blocks, *self.fine.blocks)
+        self.inside = torch.tensor([[parent.contains(block) for block in every] for parent in self.coarse.blocks])
+        # The fine masks that cover each coarse one: four in the paper's sets; −1 where it has fewer than others.
+        children = [torch.tensor(self.fine.children(rect)) + len(self.coarse) for rect in self.coarse.blocks]
+        self.children = nn.utils.rnn.pad_sequence(children, batch_first=True, padding_value=-1)
+        self.ragged = bool((self.children < 0).any())
+        self.nested = all(bool(self.inside[parent, found].all()) for parent, found in enumerate(children))
 
     @property
     def forwards(self) -> int:
-        """At most: masks at odd places can have fewer children than others."""
-        known = all(self.inside[parent, list(children)].all() for parent, children in enumerate(self.children))
-        return 2 * (len(self.coarse) + max(map(len, self.children))) - int(known)
+        """Most passes per image; masks of unusual sizes may have fewer children than others."""
+        return 2 * (len(self.coarse) + self.children.shape[1]) - int(self.nested)
 
-    def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
-        return self.rounds(search, partial(self.worst, search))[0]
+    def copies(self, search: Search) -> VisibleCopies:
+        return self.rounds(search)[0]
 
-    def rounds(
-        self, search: Search, worst: Callable[..., tuple[Masks, Tensor]]
-    ) -> tuple[Bool[Tensor, "2 b 1 h w"], Masks, Float[Tensor, "b 1"]]:
-        """The copies; and m6 with its loss."""
+    def rounds(self, search: Search) -> tuple[Bool[Tensor, "2 b 1 h w"], Mask, Float[Tensor, "b 1"]]:
+        """Algorithm A1: return the two copies, and m6 with its loss."""
         device = search.images.device
-        keep, coarse = self.keep(device), search.every(len(self.coarse))
+        keep, children, coarse = self.keep(device), self.children.to(device), search.every(len(self.coarse))
         # M1: the worst 3×3 mask on x.
-        M1, loss = worst(0, coarse)
+        M1, loss = self.worst(search, 0, coarse)
         # M11: the worst of M1's 6×6 children on x.
-        M11, _ = worst(1, self.children_of(M1))
-        # m3: the worst 3×3 mask on x ⊙ M11; M1 itself gives x ⊙ M1 where M11 lies inside it.
-        known = self.inside.to(device)[M1, M11 - len(self.coarse)] & (coarse == M1)
-        m3, _ = worst(2, coarse, given=M11, known=torch.where(known, loss, torch.nan))
+        M11, _ = self.worst(search, 1, children[M1[:, 0]])
+        # m3: the worst 3×3 mask on x ⊙ M11, where the loss of M1 is known if M11 lies inside it.
+        known = torch.where(self.inside.to(device)[M1, M11] & (coarse == M1), loss, torch.nan)
+        m3, _ = self.worst(search, 2, coarse, given=M11, known=known)
         # m6: the worst of m3's 6×6 children on x ⊙ M11.
-        m6, loss = worst(3, self.children_of(m3), given=M11)
+        m6, loss = self.worst(search, 3, children[m3[:, 0]], given=M11)
         return torch.stack([keep[M1[:, 0]] & keep[m3[:, 0]], keep[M11[:, 0]] & keep[m6[:, 0]]]), m6, loss
 
     def keep(self, device: torch.device) -> Bool[Tensor, "n 1 h w"]:
-        """Fine masks follow the coarse ones, so mask i of the fine set is len(coarse) + i here."""
         if device not in self.made:
             self.made[device] = torch.cat([self.coarse.keep(device), self.fine.keep(device)])
         return self.made[device]
 
-    def children_of(self, parent: Masks) -> Int64[Tensor, "b k"]:
-        """The fine masks that cover each coarse one; −1 where it has fewer of them than others."""
-        rows = [torch.tensor(c) + len(self.coarse) for c in self.children]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(parent.device)[parent[:, 0]]
-
     def worst(
-        self,
-        search: Search,
-        turn: int,
-        masks: Int64[Tensor, "b k"],
-        *,
-        given: Masks | None = None,
-        known: Float[Tensor, "b k"] | None = None,
-    ) -> tuple[Masks, Float[Tensor, "b 1"]]:
-        """The mask of largest loss in round `turn`, with the mask `given` in place if there is one; and that loss."""
-        losses = self.losses(search, masks, given, known)
+        self, search: Search, turn: int, masks: Masks, *, given: Mask | None = None, known: Losses | None = None
+    ) -> tuple[Mask, Float[Tensor, "b 1"]]:
+        """Return the mask of largest loss in round `turn`, and that loss; with `given`, both masks hide pixels."""
+        losses = self.losses(search, turn, masks, given, known)
         worst = losses.argmax(dim=1, keepdim=True)
         return masks.gather(1, worst), losses.gather(1, worst)
 
-    def losses(
-        self, search: Search, masks: Int64[Tensor, "b k"], given: Masks | None, known: Float[Tensor, "b k"] | None
-    ) -> Float[Tensor, "b k"]:
-        """Losses that are `known` (not NaN) take no pass."""
+    def losses(self, search: Search, turn: int, masks: Masks, given: Mask | None, known: Losses | None) -> Losses:
+        """The loss of each mask; those that are `known` (not NaN) take no pass."""
         keep, first = self.keep(masks.device), masks if given is None else given.expand_as(masks)
         if known is not None:
             return torch.where(known.isnan(), search.losses(keep, first, masks, where=known.isnan()), known)
-        ragged = len(set(map(len, self.children))) > 1
-        return search.losses(keep, first, masks, where=masks >= 0 if ragged else None)
+        return search.losses(keep, first, masks, where=masks >= 0 if self.ragged else None)
 
 
 @dataclass
 class Memory(MultiSizeGreedy):
     """memory: `greedy` that remembers, for each image, the last loss of every mask it tried in each of the four rounds.
 
-    An image is searched in full when it is first seen, and every `refresh` epochs. Otherwise each round tries again
-    those masks whose remembered losses are largest, as many as `tries` says; masks never tried come first. Losses given
-    M11 are remembered whatever M11 was at the time. With one try the last round takes no pass: the mask is part of a
-    copy that is learned from, and the training step tells its loss (`observe`). `mirrored` says before a call which of
-    its images are mirrored.
+    An image is searched in full when it is first seen, and every `refresh` epochs. Otherwise round i tries only the
+    `tries[i]` masks with the largest remembered losses; masks never tried come first. Losses given M11 are remembered
+    whatever M11 was at the time. If the last round has one try, it takes no pass: that mask is part of a copy to learn
+    from, so the training step reports its loss (`observe`). `mirrored` is set before a call to the images (b) that
+    augmentation has mirrored.
     """
 
     tries: tuple[int, int, int, int] = (2, 2, 2, 2)
@@ -336,9 +309,9 @@ class Memory(MultiSizeGreedy):
         if min(self.tries) < 1:
             raise InputError(f"tries must be at least 1 in each round, not {self.tries}")
         if self.refresh < 0:
-            raise InputError(f"refresh must be 0 (look at all masks in the first epoch alone) or more: {self.refresh}")
+            raise InputError(f"refresh must be 0 (try all masks only in the first epoch) or more, not {self.refresh}")
         # By image: the loss of every mask alone, then of every mask given M11; NaN: never tried. The last column takes
-        # what is of no use: masks −1, and training losses of masks that the search has tried.
+        # losses that are not needed: of masks −1, and training losses of masks that the search has tried.
         self.table = torch.zeros(0, 2 * (len(self.coarse) + len(self.fine)) + 1)
         self.untried: Int64[Tensor, " b"] | None = None
         self.mirrored: Bool[Tensor, " b"] | None = None
@@ -349,18 +322,18 @@ class Memory(MultiSizeGreedy):
 
     @property
     def forwards(self) -> int:
-        """At most, of an image searched before."""
-        most = (len(self.coarse), max(map(len, self.children))) * 2
+        """Most passes per image that was searched before."""
+        most = (len(self.coarse), self.children.shape[1]) * 2
         passes = [min(pair) for pair in zip(self.tries, most, strict=True)]
         return min(super().forwards, sum(passes) - (passes[3] == 1))
 
     def saved(self, epochs: int) -> float:
-        """Share of the passes of `greedy` that so many epochs save."""
+        """Share of the passes of `greedy` that training for this many epochs saves."""
         full = math.ceil(epochs / self.refresh) if self.refresh else 1
         return (1 - full / epochs) * (1 - self.forwards / super().forwards)
 
-    def copies(self, search: Search) -> Bool[Tensor, "copies b 1 h w"]:
-        if search.indices is None:  # nothing to remember by
+    def copies(self, search: Search) -> VisibleCopies:
+        if search.indices is None:  # images without an index cannot be remembered
             return super().copies(search)
         missing = max(0, int(search.indices.max()) + 1 - len(self.table))
         self.table = functional.pad(self.table.to(search.images.device), (0, 0, 0, missing), value=torch.nan)
@@ -373,46 +346,39 @@ class Memory(MultiSizeGreedy):
         for full in (True, False):
             rows = torch.nonzero(new == full)[:, 0]
             if len(rows):
-                some = Search(search.evaluator, search.images[rows], search.labels[rows], search.indices[rows])
-                columns = partial(self.columns, mirrored[rows, None])
-                keep[:, rows], m6, loss = self.rounds(some, partial(self.remembered, some, columns, full=full))
-                self.untried[rows] = torch.where(loss.isnan(), columns(3, m6), -1)[:, 0]
+                batch = search.images[rows], search.labels[rows], search.indices[rows]
+                part = Search(search.evaluator, *batch, mirrored=mirrored[rows, None], full=full)
+                keep[:, rows], m6, loss = self.rounds(part)
+                self.untried[rows] = torch.where(loss.isnan(), self.columns(part, 3, m6), -1)[:, 0]
         return keep
 
-    def remembered(
-        self,
-        search: Search,
-        columns: Callable[[int, Tensor], Tensor],
-        turn: int,
-        masks: Int64[Tensor, "b k"],
-        *,
-        full: bool,
-        given: Masks | None = None,
-        known: Float[Tensor, "b k"] | None = None,
-    ) -> tuple[Masks, Float[Tensor, "b 1"]]:
-        """`worst` among all masks, or among those remembered as worst; either way, their losses are remembered."""
-        assert search.indices is not None
-        images = search.indices[:, None]
-        if not full:
-            losses = self.table[images, columns(turn, masks)].nan_to_num(torch.inf)
+    def worst(
+        self, search: Search, turn: int, masks: Masks, *, given: Mask | None = None, known: Losses | None = None
+    ) -> tuple[Mask, Float[Tensor, "b 1"]]:
+        """The mask of largest loss among all masks, or among those remembered as worst."""
+        if not search.full and search.indices is not None:
+            losses = self.table[search.indices[:, None], self.columns(search, turn, masks)].nan_to_num(torch.inf)
             order = losses.where(masks >= 0, -torch.inf).argsort(dim=1, descending=True, stable=True)
             tried = order[:, : self.tries[turn]].sort(dim=1).values  # ties go to the lowest mask again
             masks, known = masks.gather(1, tried), None if known is None else known.gather(1, tried)
             if turn == 3 and self.tries[turn] == 1:
                 return masks, torch.full_like(masks, torch.nan, dtype=losses.dtype)
-        losses = self.losses(search, masks, given, known)
-        self.table[images, columns(turn, masks)] = losses
-        worst = losses.argmax(dim=1, keepdim=True)
-        return masks.gather(1, worst), losses.gather(1, worst)
+        return super().worst(search, turn, masks, given=given, known=known)
 
-    def columns(self, mirrored: Bool[Tensor, "b 1"], turn: int, masks: Int64[Tensor, "b k"]) -> Int64[Tensor, "b k"]:
-        """Where the table holds these masks, for a mirrored image as their mirror images; masks −1 in its last
-        column."""
-        own = torch.where(mirrored, self.opposite.to(masks.device)[masks], masks)
+    def losses(self, search: Search, turn: int, masks: Masks, given: Mask | None, known: Losses | None) -> Losses:
+        losses = super().losses(search, turn, masks, given, known)
+        if search.indices is not None:
+            self.table[search.indices[:, None], self.columns(search, turn, masks)] = losses
+        return losses
+
+    def columns(self, search: Search, turn: int, masks: Masks) -> Masks:
+        """Columns of the table for these masks, or for their mirror images; masks −1 have the last column."""
+        assert search.mirrored is not None
+        own = torch.where(search.mirrored, self.opposite.to(masks.device)[masks], masks)
         return torch.where(masks >= 0, own + len(self.opposite) * (turn // 2), -1)
 
-    def observe(self, losses: Float[Tensor, "2 b"], *, indices: Int64[Tensor, " b"]) -> None:
-        """The losses of the copies in the training step: that of x ⊙ M11 ⊙ m6 where the search did not try it."""
+    def observe(self, losses: Float[Tensor, "2 b"], *, indices: Labels) -> None:
+        """Remember the training loss of x ⊙ M11 ⊙ m6 for images where the search did not try m6."""
         if self.untried is not None:
             self.table[indices, self.untried] = losses[1].to(self.table.dtype)
 

@@ -1,6 +1,6 @@
-"""Masking strategies: which masked copies of a batch a classifier is trained on (the paper's §4.1).
+"""Masking strategies by name: which masked copies of a batch a classifier is trained on (the paper's §4.1).
 
-A strategy only chooses; `loop.py` applies what it chose. Here are their names, `search.py` has the paper's.
+A strategy only chooses masks, and `loop.py` trains on them. The paper's strategies are implemented in `search.py`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,8 @@ from torch import Tensor
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks, whole_size
 from patchproof.masking import Engine
-from patchproof.training.search import (
-    Cutout,
-    Greedy,
-    Grid,
-    Gutout,
-    Memory,
-    MultiSizeGreedy,
-    Named,
-    NoMasks,
-    RandomMasks,
-    RandomView,
-)
+from patchproof.training import search
 from patchproof.types import Classifier, InputError, Size, kind_of, typed
-
-TRAINING_PERCENT = 3.0
-"""The paper trains with the masks of the 3% patch (100 and 69 pixels at 224), whatever patch it certifies."""
 
 MaskPair = tuple[MaskSet, MaskSet]
 """A coarse and a fine mask set: 3×3 and 6×6 in the paper."""
@@ -42,14 +28,14 @@ MaskPair = tuple[MaskSet, MaskSet]
 
 @runtime_checkable
 class MaskingStrategy(Protocol):
-    """Looks at a batch and the current classifier, and says what stays visible in each copy to train on.
+    """Given a batch and the current classifier, returns what stays visible in each copy to train on.
 
-    `indices` are the positions of the images in the training data. Optional: `state_dict()` and
-    `load_state_dict(state)` (tensors and JSON values by name) for what it remembers, which is saved with every
-    checkpoint and, on several processes, merged after every step: what one process changed holds for all;
-    `observe(losses, indices=…)`, told after each step the cross-entropy of each copy (copies b) that was learned from;
-    an attribute `mirrored`, set before a call to say which images (b) augmentation has mirrored, or None;
-    `forwards` and `backwards` to say how many extra passes it takes per image.
+    `indices` are the positions of the images in the training data. Optional members:
+    - `state_dict()` and `load_state_dict(state)`: the strategy's memory as tensors and JSON values by name. It is saved
+      with every checkpoint. If there are several processes, their changes are merged after every step;
+    - `observe(losses, indices=…)`: called after each step with the cross-entropy of each copy (copies b);
+    - `mirrored`: set before each call to the images (b) that augmentation has mirrored, or None;
+    - `forwards` and `backwards`: extra passes per image.
     """
 
     def __call__(
@@ -65,47 +51,47 @@ class MaskingStrategy(Protocol):
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy by name: what it does in words, and which of the two mask sets it has a copy for."""
+    """A strategy by name: a description, its constructor, and the mask sets that it makes a copy for."""
 
     words: str
-    kind: Callable[..., Named]
+    kind: Callable[..., search.BuiltIn]
     sets: Literal["3x3", "6x6", "both"] = "3x3"
 
 
 VIEW = re.compile(r"(column|row|block)([1-9]\d{0,4})")
 
 
-def _view(name: str) -> StrategyEntry | None:
-    """The strategy of a name such as `column4`."""
+def _view(name: str) -> Any:
+    """The entry of a name such as `column4`, or None if it is no view."""
     found = VIEW.fullmatch(name)
     if found is None:
         return None
     kind: Any = found[1]
-    band = int(found[2])
-    words = (
-        f"one random {kind if kind == 'block' else f'band of {kind}s'} {band} wide, wrapping around, and nothing else"
-    )
-    return StrategyEntry(words, partial(RandomView, ablation=kind, band=band))
+    shown = "block" if kind == "block" else f"band of {kind}s"
+    words = f"one random {shown} {found[2]} wide, wrapping around, and nothing else"
+    return StrategyEntry(words, partial(search.RandomView, ablation=kind, band=int(found[2])))
 
 
 STRATEGIES = {
-    "none": StrategyEntry("the images as they are", NoMasks),
-    "cutout": StrategyEntry("two squares of 128/224 of the side, anywhere", Cutout),
-    "rand3x3": StrategyEntry("two random 3×3 masks", RandomMasks),
-    "rand6x6": StrategyEntry("two random 6×6 masks", RandomMasks, "6x6"),
-    "rand": StrategyEntry("a copy of rand3x3 and one of rand6x6", RandomMasks, "both"),
-    "gutout3x3": StrategyEntry("the two most salient 3×3 masks (Grad-CAM)", Gutout),
-    "gutout6x6": StrategyEntry("the two most salient 6×6 masks (Grad-CAM)", Gutout, "6x6"),
-    "gutout": StrategyEntry("a copy of gutout3x3 and one of gutout6x6", Gutout, "both"),
-    "greedy3x3": StrategyEntry("the worst 3×3 mask, then the worst second one", Greedy),
-    "greedy6x6": StrategyEntry("the worst 6×6 mask, then the worst second one", Greedy, "6x6"),
-    "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", MultiSizeGreedy, "both"),
-    "memory": StrategyEntry("greedy, later only the masks remembered as worst of each image", Memory, "both"),
-    "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", Grid),
-    "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", Grid, "6x6"),
-    **{name: entry for name in ("column4", "row4", "block12") if (entry := _view(name))},
+    "none": StrategyEntry("the images as they are", search.NoMasks),
+    "cutout": StrategyEntry("two squares of 128/224 of the side, anywhere", search.Cutout),
+    "rand3x3": StrategyEntry("two random 3×3 masks", search.RandomMasks),
+    "rand6x6": StrategyEntry("two random 6×6 masks", search.RandomMasks, "6x6"),
+    "rand": StrategyEntry("a copy of rand3x3 and one of rand6x6", search.RandomMasks, "both"),
+    "gutout3x3": StrategyEntry("the two most salient 3×3 masks (Grad-CAM)", search.Gutout),
+    "gutout6x6": StrategyEntry("the two most salient 6×6 masks (Grad-CAM)", search.Gutout, "6x6"),
+    "gutout": StrategyEntry("a copy of gutout3x3 and one of gutout6x6", search.Gutout, "both"),
+    "greedy3x3": StrategyEntry("the worst 3×3 mask, then the worst second one", search.Greedy),
+    "greedy6x6": StrategyEntry("the worst 6×6 mask, then the worst second one", search.Greedy, "6x6"),
+    "greedy": StrategyEntry("multi-size greedy: 3×3 narrowing down 6×6 (Algorithm A1)", search.MultiSizeGreedy, "both"),
+    "memory": StrategyEntry("greedy, later only the masks remembered as worst of each image", search.Memory, "both"),
+    "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", search.Grid),
+    "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", search.Grid, "6x6"),
+    "column4": _view("column4"),
+    "row4": _view("row4"),
+    "block12": _view("block12"),
 }
-"""Views of other widths go by their names too, e.g. `column8`."""
+"""Strategies by name. Views of any width have a name, too, e.g. `column8`."""
 
 
 @typed
@@ -117,26 +103,28 @@ def masking_strategy(
     masks: MaskPair | None = None,
     engine: Engine | None = None,
     **options: Any,
-) -> Named:
-    """The strategy of that name (`STRATEGIES`); all its randomness comes from `generator`.
+) -> search.BuiltIn:
+    """Build a strategy by name (`STRATEGIES`); all its randomness comes from `generator`.
 
-    `options` are its own, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` of `memory`.
+    `options` are those of the strategy, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` for `memory`.
     """
     require_strategy(name)
     size = whole_size(image_size, "image_size")
     pair = masks or training_masks(size)
     if any(m.image_size != size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {size}")
-    entry: Any = STRATEGIES.get(name) or _view(name)
+    entry = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
-    known = [option for option in inspect.signature(entry.kind).parameters if option not in Named.__match_args__]
-    if unknown := [option for option in options if option not in known]:
+    common = search.BuiltIn.__match_args__
+    known = [option for option in inspect.signature(entry.kind).parameters if option not in common]
+    unknown = [option for option in options if option not in known]
+    if unknown:
         raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(known) or 'none'}")
     return entry.kind(sets, generator, engine or Engine(), **options)
 
 
 def require_strategy(name: str) -> None:
-    """Refuse an unknown name, naming the nearest known one."""
+    """Refuse an unknown name, and suggest the nearest known one."""
     if name not in STRATEGIES and _view(name) is None:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
@@ -144,16 +132,16 @@ def require_strategy(name: str) -> None:
 
 
 def training_masks(image_size: Size) -> MaskPair:
-    """The 3×3 and 6×6 sets of the 3% patch at this size: 100 and 69 pixels at 224, 12 and 8 at 28."""
-    threat = PatchThreat.square(image_size=image_size, percent=TRAINING_PERCENT)
+    """The 3×3 and 6×6 sets of the 3% patch, with which the paper trains for all patches: 100 and 69 pixels at 224."""
+    threat = PatchThreat.square(image_size=image_size, percent=3.0)
     return covering_masks(threat, per_axis=3), covering_masks(threat, per_axis=6)
 
 
 def checked(keep: Any, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "copies b 1 h w"]:
-    """What a strategy returned for these images, if it is a bool for each pixel of each copy."""
+    """Return what a strategy returned, or refuse it if it is not one boolean per pixel of each copy."""
     expected = len(images), 1, *images.shape[-2:]
-    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.ndim == 5 and keep.shape[1:] == expected
-    if not right or not len(keep):
+    right = isinstance(keep, Tensor) and keep.dtype == torch.bool and keep.shape[1:] == expected and len(keep) > 0
+    if not right:
         wanted = f"booleans of shape (copies ≥ 1, {len(images)}, 1, h, w)"
         raise InputError(f"a strategy must return {wanted}, not {kind_of(keep)}")
     return keep.to(images.device)
