@@ -79,3 +79,7 @@ def test_other_layers_are_refused_by_name(layer, message):
         margin_bounds(nn.Sequential(layer, nn.Flatten(), nn.Linear(192, 2)), image, image, torch.tensor([0]))
     with pytest.raises(InputError, match="cannot pass the layer SmallResNet"):
         margin_bounds(load_classifier("small", "random"), image, image, torch.tensor([0]))
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda *values: 2 * values[-1])
+    with pytest.raises(InputError, match="cannot see what the hooks or the own `forward` of a ReLU do"):
+        margin_bounds(nn.Sequential(hooked, nn.Flatten(), nn.Linear(192, 2)), image, image, torch.tensor([0]))
