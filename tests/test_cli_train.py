@@ -223,7 +223,9 @@ def test_validation_images_must_be_others_of_the_same_classes(data, capsys):
     (data / "val" / "zebra").mkdir()
     Image.new("L", (28, 28)).save(data / "val" / "zebra" / "0.png")
     assert train(data) == 2
-    assert_one_line(capsys.readouterr().err, "1 classes to learn nothing about, e.g. zebra")
+    assert_one_line(
+        capsys.readouterr().err, "1 classes of the validation images are not among the training classes, e.g. zebra"
+    )
 
 
 def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, monkeypatch, capsys):

@@ -37,7 +37,7 @@ from patchproof.data import BadImageError, decode, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.geometry import parse_patches, patch_words, size_words
 from patchproof.masking import weight_names
-from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head
+from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head, rewrap
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs._predict import SMALL
 from patchproof.runs.executors import Executor
@@ -303,9 +303,11 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
     folder = run_folder("train", settings, source)
     if settings.teacher is not None:
         plan = replace(plan, teacher=open_teacher(settings))
-    classifier = open_classifier(replace(settings, mirror=False), source.class_names)
-    if sorted(classifier.class_names or ()) != sorted(source.class_names):
-        classifier = replace_head(classifier, len(source.class_names), source.class_names, seed=settings.seed)
+    classifier, names = open_classifier(replace(settings, mirror=False), source.class_names), source.class_names
+    if classifier.class_names is None and classifier.num_classes == len(names):
+        classifier = rewrap(classifier, class_names=names)  # outputs are matched by position, as `certify` does
+    elif sorted(classifier.class_names or ()) != sorted(names):
+        classifier = replace_head(classifier, len(names), names, seed=settings.seed)
     size = classifier.input_size
     begins = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
     if max(size) < SMALL and not source.low_resolution:

@@ -40,6 +40,9 @@ HUB_PREFIX = re.compile(r"hf[-_]hub:")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 HUB_ANSWERS_WITHIN_SECONDS = 5.0
 
+FACTORY = "factory"
+"""The weights of a module of the user's own as its factory makes it."""
+
 EMBEDDED = "embedded"
 """The weights of `small` in this package, trained on `fashion-mini` for demonstrations."""
 EMBEDDED_SOURCE = "the embedded demonstration network"
@@ -65,7 +68,7 @@ def load_classifier(
     `model`: a timm name, one of the package's own (`small`, `bagnet9`, …), or `package.module:factory` /
     `path/to/file.py:factory`.
     `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (for `small`),
-    a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
+    `factory` (as a module of your own is made), a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
     with it. `drop_tokens`: a vision transformer is given only the tokens that a mask leaves visible; checkpoints
     remember whether they were trained this way.
     """
@@ -108,13 +111,15 @@ def architecture_of(weights: str) -> str | None:
 
 
 def known_weights(model: str) -> str | None:
-    """The weights that a model comes with: `zoo`, `embedded` or `pretrained`; None if it has to be trained first."""
+    """The weights that a model comes with: `zoo`, `embedded`, `factory`, `pretrained`; None if it must be trained."""
     name, tag = split_name(model)
     if model == "small":
         return EMBEDDED
     if name in ZOO and not tag and importlib.util.find_spec(ZOO[name]):
         return "zoo"
-    return "pretrained" if is_own(model) or tags_of(name) else None
+    if is_own(model):
+        return FACTORY
+    return "pretrained" if tags_of(name) else None
 
 
 def replace_head(
@@ -151,7 +156,7 @@ def _find(model: str, weights: str, num_classes: int | None, size: Size | None, 
         raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
     if weights == "random":
         return rewrap(build(model, num_classes, size), source=f"random weights, seed {seed}")
-    if weights == "pretrained" and is_own(model):
+    if weights == FACTORY and is_own(model):
         return build(model, num_classes, size)
     if weights == "pretrained" and model in NETWORKS:
         raise InputError(

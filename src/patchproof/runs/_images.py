@@ -64,5 +64,8 @@ def training_images(
         raise InputError(f"the validation images are the training images; {OTHERS}")
     unknown = sorted(set(held_out.class_names) - set(source.class_names))
     if unknown:
-        raise InputError(f"the validation images have {len(unknown)} classes to learn nothing about, e.g. {unknown[0]}")
+        raise InputError(
+            f"{len(unknown)} classes of the validation images are not among the training classes, e.g. {unknown[0]}; "
+            f"{OTHERS}, with the same classes"
+        )
     return TrainingImages(source, held_out, tested)

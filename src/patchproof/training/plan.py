@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +13,16 @@ from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
 from patchproof.training.strategies import VIEW, MaskingStrategy, require_strategy
 from patchproof.types import InputError
+
+STRATEGY_OPTIONS = {
+    "memory_tries": "memory",
+    "memory_refresh": "memory",
+    "views": VIEW.pattern,
+    "gutout_target": "gutout.*",
+    "gutout_layer": "gutout.*",
+    "gutout_upsampling": "gutout.*",
+}
+"""The fields of a plan that are options of a strategy, and the names of the strategies (a pattern) that use them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +39,13 @@ class Plan(TrainingSettings):
         super().__post_init__()
         if isinstance(self.strategy, str):
             require_strategy(self.strategy)
+        for option, own in STRATEGY_OPTIONS.items():
+            used = isinstance(self.strategy, str) and re.fullmatch(own, self.strategy)
+            if not used and getattr(self, option) != getattr(Plan, option):
+                given = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
+                raise InputError(
+                    f"{option} cannot be set with the strategy {given}, which does not use it; leave it out"
+                )
         if not (self.teacher is None or callable(self.teacher)):
             raise InputError(f"teacher must be a classifier, e.g. pp.load_checkpoint(…), not {self.teacher!r}")
 
@@ -50,13 +68,11 @@ class Plan(TrainingSettings):
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the options of a strategy that is given by name."""
-        if self.strategy == "memory":
-            return {"tries": self.tries(), "refresh": self.memory_refresh}
-        if isinstance(self.strategy, str) and VIEW.fullmatch(self.strategy):
-            return {"views": self.views}
-        if str(self.strategy).startswith("gutout"):
-            return {name: getattr(self, f"gutout_{name}") for name in ("target", "layer", "upsampling")}
-        return {}
+        if not isinstance(self.strategy, str):
+            return {}
+        used = [option for option, own in STRATEGY_OPTIONS.items() if re.fullmatch(own, self.strategy)]
+        values = {option.rpartition("_")[2]: getattr(self, option) for option in used}
+        return values | ({"tries": self.tries()} if "tries" in values else {})
 
     def rate(self, epoch: float) -> float:
         """Return the learning rate at a (fractional) epoch."""
