@@ -194,8 +194,7 @@ def test_a_damaged_manifest_is_refused(folder, content):
 
 
 def test_a_spoiled_run_is_never_continued(folder):
-    with pytest.raises(CheckError, match="the data set changed"), folder.open(MANIFEST, resume=True):
-        folder.spoil("the data set changed")
+    folder.spoil("the data set changed")
     message = "cannot be continued: in an earlier session the data set changed"
     with pytest.raises(CheckError, match=message), folder.open(MANIFEST, resume=True):
         pass
