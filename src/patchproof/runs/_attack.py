@@ -25,7 +25,7 @@ from patchproof.defenses import EvaluatedDefense, device_of
 from patchproof.geometry import as_places, rects_of
 from patchproof.masking import Evaluator
 from patchproof.models import write_state
-from patchproof.runs._folder import dump_json, write_atomically
+from patchproof.runs._folder import write_json
 from patchproof.runs._measure import engine_of
 from patchproof.runs._record import AttackFindings, Record
 
@@ -115,7 +115,7 @@ class Attacker:
             "reproduce": "build the defence as described, load pixels.safetensors, and call "
             "defense.predict(patched[None]); docs/attacks.md has the lines",
         }
-        write_atomically(place / "tables.json", dump_json(facts))
+        write_json(place / "tables.json", facts)
 
 
 def attacks_on(

@@ -16,40 +16,13 @@ import torch
 from torch import Tensor
 
 from patchproof.attacks import AttackPlan, OnStep
-from patchproof.data import (
-    BadImageError,
-    Batch,
-    as_source,
-    iterate_batches,
-    load_groups,
-    require_workers,
-    spread_indices,
-)
+from patchproof.data import BadImageError, Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import Defense, assess, device_of, require_defense
-from patchproof.masking import (
-    Audit,
-    Drift,
-    Engine,
-    Evaluator,
-    Measured,
-    Redone,
-    as_images,
-    evaluating,
-    images_ahead,
-    show,
-)
+from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, as_images, images_ahead
 from patchproof.models import classifier_summary, weights_sha256
 from patchproof.runs._attack import Attacker
 from patchproof.runs._cost import require_memory
-from patchproof.runs._folder import (
-    UNREADABLE,
-    RunFolder,
-    checked_prefix,
-    dump_json,
-    read_manifest,
-    refuse_differences,
-    write_atomically,
-)
+from patchproof.runs._folder import UNREADABLE, RunFolder, checked_prefix, read_manifest, refuse_differences, write_json
 from patchproof.runs._manifest import (
     SCHEMA,
     agree,
@@ -62,17 +35,8 @@ from patchproof.runs._manifest import (
     preprocessing_for,
     stored_engine,
 )
-from patchproof.runs._measure import engine_of, measure_tau
-from patchproof.runs._record import (
-    ACCURACIES,
-    ATTACK,
-    ATTACK_ACCURACIES,
-    BASE,
-    AttackFindings,
-    Record,
-    Results,
-    Tally,
-)
+from patchproof.runs._measure import engine_of, measure_tau, output_count
+from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Record, Results, Tally
 from patchproof.runs.executors import Executor, default_workers, launched
 from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free, require_kinds
 
@@ -290,11 +254,10 @@ class Session:
         """Refuse labels that the classifier does not have, before time is spent on the other images."""
         classes: int | None = len(self.source.class_names) or getattr(self.classifier, "num_classes", None)
         if classes is None and self.classifier is not None:  # ask it about one image
-            batches = iterate_batches(self.source, self.how, self.indices, batch_size=1, skip_bad=True)
+            batches = load_groups(self.source, self.how, ([index] for index in self.indices), skip_bad=True)
             first = next((batch.images for batch in batches if batch.indices), None)
             if first is not None:
-                with torch.no_grad(), evaluating(self.classifier):
-                    classes = show(self.classifier, as_images(first, device_of(self.defense)), None).shape[1]
+                classes = output_count(self.classifier, as_images(first, device_of(self.defense)))
         known = "cannot be negative" if classes is None else f"are 0 to {classes - 1}"
         for index in self.indices:
             label = self.source.labels[index]
@@ -359,7 +322,7 @@ class Session:
         finally:
             content = self.content(manifest["remarks"], doubt)
             if self.place is not None:
-                write_atomically(self.place.path / "results.json", dump_json(content))
+                write_json(self.place.path / "results.json", content)
         if doubt is not None:
             if self.place is not None:
                 self.place.spoil(doubt)
@@ -423,9 +386,6 @@ class Session:
             undefended = (evaluator.labels(images) == labels).tolist()
         found = assess(self.defense, images, labels).to("cpu")
         proof, right = found.certificates, (found.predictions == labels.cpu()).tolist()
-        taken = {name.partition(".")[0] for name in proof.evidence} & {*BASE, *ATTACK, "error"}
-        if taken:
-            raise InputError(f"evidence cannot be called {min(taken)!r}: that is a field of every record")
         redone = {} if evaluator is None else evaluator.audit.redone
         evaluated = []
         for row, index in enumerate(batch.indices):

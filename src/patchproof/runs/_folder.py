@@ -94,6 +94,10 @@ def dump_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, dump_json(content))
+
+
 def write_atomically(path: Path, content: str) -> None:
     """Write all of the content or nothing, even if the machine stops half-way."""
     temporary = path.with_name(path.name + ".part")
@@ -139,13 +143,13 @@ class RunFolder:
         with locked:
             require_free(self.path, resume=resume)
             if not self.manifest_path.exists():
-                write_atomically(self.manifest_path, dump_json(sealed(manifest)))
+                write_json(self.manifest_path, sealed(manifest))
                 yield manifest
                 return
             stored = read_manifest(self.manifest_path)
             if longer is not None and longer(stored):
                 stored |= {key: manifest[key] for key in ("identity", "config", "steps")}
-                write_atomically(self.manifest_path, dump_json(sealed(stored)))
+                write_json(self.manifest_path, sealed(stored))
             refuse_differences(stored, manifest, where=self.path)
             if self.spoiled_path.exists():
                 reason = read_json(self.spoiled_path).get("reason")
@@ -154,7 +158,7 @@ class RunFolder:
 
     def spoil(self, reason: str) -> None:
         """Note that the records cannot be trusted; every later session is refused."""
-        write_atomically(self.spoiled_path, dump_json({"reason": reason}))
+        write_json(self.spoiled_path, {"reason": reason})
 
     def records(self) -> list[Record]:
         """Read the finished records; remove a last line cut short by a kill, and checksums of lines never written.

@@ -29,7 +29,6 @@ SEEN = {
 }
 """Remarks on a network whose history names the images that are certified now."""
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
 MEASURED_AS = {"fast": "fast", "tf32": "tf32_measured", "fp32": "fp32"}
 """For each τ of a manifest, the measurement to compare it with: TF32 is measured even if no step uses it."""
 
@@ -38,11 +37,7 @@ TAU_MAY_GROW = 2.0
 
 
 def new_manifest(
-    command: str,
-    config: Mapping[str, Any] | None,
-    identity: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    device: torch.device,
+    command: str, config: Mapping[str, Any] | None, identity: Any, facts: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Build a manifest. `identity` is what the outcome depends on: it may not change when the run is resumed."""
     return {
@@ -201,7 +196,8 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {name: metadata.version(name) for name in PACKAGES}
+    packages = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
+    found = {name: metadata.version(name) for name in packages}
     return {"patchproof": __version__, "python": platform.python_version(), **found}
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from patchproof.data import ImageSource, evenly_spread, iterate_batches
 from patchproof.defenses import device_of
 from patchproof.geometry import covering_masks
-from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier
+from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier, evaluating, show
 from patchproof.models import mask_colour
 from patchproof.types import InputError, Preprocessing
 
@@ -33,6 +33,12 @@ CHECKED_FLOATS = 1 << 29
 def engine_of(defense: Any) -> Engine:
     """The defence's engine, or the default for a defence without one."""
     return getattr(defense, "engine", None) or Engine()
+
+
+def output_count(classifier: Any, images: Tensor) -> int:
+    """Number of logits that the classifier returns for these images."""
+    with torch.no_grad(), evaluating(classifier):
+        return int(show(classifier, images, None).shape[1])
 
 
 def measure_tau(

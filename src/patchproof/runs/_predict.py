@@ -31,9 +31,6 @@ from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_o
 SMALL = 64
 """An image smaller than this on both sides is enlarged whole, like those of the 32-pixel data sets."""
 
-DECODERS = 2
-"""Threads that decode the next batch."""
-
 FIRST = 4
 """Images in the first batch; each later batch has twice as many, so that the first answers come soon."""
 
@@ -65,13 +62,10 @@ class Unusable:
 
 
 class Predictions(list[Prediction | Unusable]):
-    """Answers in the order of the images.
-
-    `misjudged` counts those for which a fast precision was further from float32 than its τ allows; float32 answered
-    them.
-    """
+    """Answers in the order of the images."""
 
     misjudged: int = 0
+    """Number of images that float32 answered, because a fast precision was further from it than its τ allows."""
 
 
 DefenseFor = Defense | Callable[[Size], Defense]
@@ -128,7 +122,7 @@ def predict(
     start, size = 0, min(FIRST, most)
     answers = Predictions()
     before: list[tuple[str, Future[Any]]] = []
-    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
+    with ThreadPoolExecutor(2, thread_name_prefix="patchproof-decode") as pool:
         while start < len(images) or before:
             batch = []
             for number, image in enumerate(images[start : start + size], start):
@@ -222,10 +216,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if run.masks is not None:
         return kind(classifier, run.masks, threat, engine=engine)
     options = {option: run.config[option] for option in kind.Options.__dataclass_fields__ if option in run.config}
-    try:
-        built = defense(run.defense, classifier, threat, engine=engine, **options)
-    except TypeError as error:
-        raise CheckError(f"{run.folder / 'manifest.json'} is damaged ({error})") from error
+    built = defense(run.defense, classifier, threat, engine=engine, **options)
     recorded = run.manifest["identity"]["defense"]
     for name, value in plain(built.describe()).items():
         if name not in ("precision", "compile") and recorded.get(name) != value:

@@ -10,7 +10,6 @@ import json
 import lzma
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -215,22 +214,19 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     identity, data = manifest["identity"], manifest["data"]
     model, config = manifest.get("model") or {}, manifest.get("config") or {}
     # Old manifests name no defence, because there was only one.
-    old = {"name": "patchcleanser", "guarantee": "recovery", "patch_sizes": identity.get("patch_sizes")}
-    defense = identity.get("defense", old | {"exhaustive": identity.get("exhaustive")})
+    defense = identity.get("defense") or {"name": "patchcleanser", "guarantee": "recovery", **identity}
     drawn = manifest.get("masks")
-    masks = drawn and MaskSet(whole_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
+    masks = drawn and MaskSet(drawn["image_size"], tuple(map(_mask, drawn["rects"])))
     size: Any = defense.get("image_size") or (masks and masks.image_size)
-    images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
-    if images is None:
-        raise ValueError(f"images: {identity['images']!r}")
+    planned, available = map(int, identity["images"].split(" of "))
     guarantee = manifest.get("guarantee") or defense["guarantee"]
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
     read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
-    records = tuple({record.index: record for record in reversed(read)}.values())[::-1]  # the first of each image
+    first: dict[int, Record] = {}
+    for record in read:
+        first.setdefault(record.index, record)  # a repeated image counts once
     results = read_results(folder)
-    fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
-    how: dict[str, Any] = identity.get("preprocessing") or {}
-    how = {key: tuple(value) if isinstance(value, list) else value for key, value in how.items()}
+    fill, how = model.get("fill") or model.get("mean"), identity.get("preprocessing")
     # Labels are outputs of the classifier. If those have no names, the data set's names are used if there are as many.
     classes = data["class_names"] if model.get("classes") in (None, len(data["class_names"])) else ()
     architecture = identity.get("architecture") or "no classifier"
@@ -239,7 +235,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         folder=folder,
         manifest=manifest,
         about=_about(manifest, architecture, data),
-        records=records,
+        records=tuple(first.values()),
         class_names=class_words(dict(enumerate(model.get("class_names") or classes))),
         seconds=_seconds((results or {}).get("cost")),
         notices=(),
@@ -250,21 +246,21 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         guarantee=guarantee,
         image_size=None if size is None else whole_size(size),
         patch_sizes=tuple(map(whole_size, defense.get("patch_sizes") or ())),
-        patches=2 if defense.get("patches") == 2 else 1,
+        patches=defense.get("patches", 1),
         native=config.get("threat_space") == "native",
         masks=masks,
         preprocessing=Preprocessing(**how) if how else None,
         fill=None if fill is None else tuple(map(float, fill)),
-        planned=int(images[1]),
-        available=int(images[2]),
-        data_sha256=_text(identity.get("data_sha256")),
-        weights_sha256=_text(identity.get("weights_sha256")),
+        planned=planned,
+        available=available,
+        data_sha256=identity.get("data_sha256"),
+        weights_sha256=identity.get("weights_sha256"),
         precision=printable(manifest.get("precision") or "fp32"),
         device=printable(manifest["device"]),
-        tau=None if tau is None else float(tau),
+        tau=(manifest.get("tau") or {}).get("fp32"),
         exhaustive=defense.get("exhaustive") is True,
     )
-    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(records))))
+    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(first))))
 
 
 def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
@@ -398,7 +394,7 @@ def _text(value: Any) -> str | None:
 
 
 def _mask(numbers: Any) -> Rects:
-    """One rectangle from its four numbers, or several."""
+    """One rectangle from its four numbers, or several rectangles."""
     if all(isinstance(part, list) for part in numbers):
         return tuple(Rect(*map(index, rect)) for rect in numbers)
     return Rect(*map(index, numbers))

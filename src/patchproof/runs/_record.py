@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from patchproof.types import InputError
+
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
 
@@ -64,6 +66,11 @@ class Record:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     attack: AttackFindings | None = None
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        taken = FIELDS & self.evidence.keys()
+        if taken:
+            raise InputError(f"evidence cannot be called {min(taken)!r}: that is a field of every record")
 
     def line(self) -> str:
         values = {name: getattr(self, name) for name in BASE} | dict(self.evidence)
@@ -121,6 +128,7 @@ class Record:
 
 BASE = tuple(f.name for f in fields(Record) if f.name not in ("evidence", "attack", "error"))
 ATTACK = tuple(f.name for f in fields(AttackFindings))
+FIELDS = {*BASE, *ATTACK, "error"}
 
 
 @dataclass(frozen=True)

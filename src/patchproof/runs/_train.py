@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for, show
-from patchproof.models import (
-    ImageClassifier,
-    adopt,
-    classifier_summary,
-    save_checkpoint,
-    settled,
-    weights_sha256,
-)
-from patchproof.runs._folder import RunFolder, dump_json, read_json, read_lines, write_atomically
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
+from patchproof.models import ImageClassifier, adopt, classifier_summary, save_checkpoint, settled, weights_sha256
+from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
 from patchproof.runs._manifest import (
     SCHEMA,
     changes_since,
@@ -38,6 +31,7 @@ from patchproof.runs._manifest import (
     preprocessing_for,
     source_facts,
 )
+from patchproof.runs._measure import output_count
 from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
@@ -47,9 +41,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from patchproof.training.loop import StepReport, Trainer
-
-VALIDATED_AT_ONCE = 64
-"""Validation images per batch."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +90,10 @@ def train(
     from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
 
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
     require_kinds(train, vars(loop) | locals())  # `loop` has the types of the callbacks
     require_workers(workers)
+    if not any(parameter.requires_grad for parameter in classifier.parameters()):
+        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if not 0 <= checkpoint_minutes < math.inf:
         raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
     plan = plan or Plan()
@@ -142,7 +133,7 @@ def train(
     validate = None
     if validation is not None:
         held_out = as_source(validation)
-        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad=skip_bad)
+        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad)
         images["validation"] = source_facts(held_out)
     if test is not None:
         images["test"] = source_facts(as_source(test))
@@ -190,7 +181,7 @@ def train(
             if doubt is not None:
                 place.spoil(doubt)
                 raise CheckError(doubt)
-            write_atomically(place.path / "results.json", dump_json(results))
+            write_json(place.path / "results.json", results)
     accelerator.end_training()
     classifier.eval()
     return Trained(classifier, results, path)
@@ -258,10 +249,7 @@ class Progress:
 
 
 def _manifest(
-    trainer: Trainer,
-    shipped: ImageClassifier,
-    images: Mapping[str, Mapping[str, Any]],
-    config: Mapping[str, Any] | None,
+    trainer: Trainer, shipped: ImageClassifier, images: Mapping[str, Any], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The manifest of a training; `shipped` still has the weights that it begins with."""
     data, accelerator = trainer.data, trainer.accelerator
@@ -319,12 +307,7 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
 
 
 def _validation(
-    source: ImageSource,
-    classifier: ImageClassifier,
-    plan: Plan,
-    preprocessing: Preprocessing | None,
-    *,
-    skip_bad: bool,
+    source: ImageSource, classifier: ImageClassifier, plan: Plan, preprocessing: Preprocessing | None, skip_bad: bool
 ) -> Callable[[ImageClassifier], dict[str, Any]]:
     """Return a function that certifies the validation images, decoded once, against the patch of the training masks.
 
@@ -335,7 +318,7 @@ def _validation(
     defense(name, classifier.eval(), threat)  # refuses an unsuitable classifier before any image is read
     indices = spread_indices(source, plan.validation_images)
     how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
-    batches = list(iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad))
+    batches = list(iterate_batches(source, how, indices, batch_size=64, skip_bad=skip_bad))
     outputs = outputs_for(source, classifier)
     n = sum(len(batch.indices) for batch in batches)
     if not n:
@@ -372,8 +355,6 @@ def cut_log(path: Path, step: int) -> None:
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
     """Return the classifier, or wrap another module; if it does not say its input size, that of the first image."""
-    if not any(parameter.requires_grad for parameter in classifier.parameters()):
-        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
@@ -382,6 +363,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageCla
     own: Size = (first.shape[-2], first.shape[-1]) if isinstance(first, Tensor) else (first.height, first.width)
     size: Size = getattr(classifier, "input_size", None) or own
     channels = first.shape[0] if isinstance(first, Tensor) else 3
-    with torch.no_grad(), evaluating(classifier):
-        logits = show(classifier, torch.zeros(1, channels, *size, device=next(classifier.parameters()).device), None)
-    return adopt(classifier, input_size=size, num_classes=int(logits.shape[1]), channels=channels)
+    images = torch.zeros(1, channels, *size, device=next(classifier.parameters()).device)
+    return adopt(classifier, input_size=size, num_classes=output_count(classifier, images), channels=channels)
