@@ -44,7 +44,7 @@ BYTES_PER_CELL = 75
 """Bytes per masked copy of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
 TIMED, TIMED_SECONDS, COPIES = 2, 0.5, 64
-"""Fewest batches that are timed, fewest seconds that this takes, and most copies per batch."""
+"""Fewest batches to time, seconds after which no more are timed, and most copies per batch."""
 
 TIMED_STEPS, ENOUGH_SECONDS = 4, 20.0
 """Training steps that are timed, and seconds after which fewer are enough; the first of several does not count."""

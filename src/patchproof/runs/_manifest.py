@@ -62,7 +62,7 @@ def plain(value: Any) -> Any:
 
 
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
-    """Fields of the preprocessing; `cover` only if it is used, as manifests had it before it existed."""
+    """Fields of the preprocessing; `cover` only if it is used, so that manifests older than this field still match."""
     return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}
 
 

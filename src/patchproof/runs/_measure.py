@@ -21,7 +21,7 @@ from patchproof.types import InputError, Preprocessing
 
 MOST_COPIES, FEWEST_COPIES = 512, 16
 SHARE = 4
-"""In float32, one in this many one-mask copies of a run is compared at most: small runs stay quick."""
+"""In float32, a run compares at most one in SHARE of its one-mask copies, so that small runs stay quick."""
 
 MANY_COPIES, MANY_PASSES = 2048, 200_000
 """A run of at least MANY_PASSES in a fast precision compares MANY_COPIES, which makes its τ smaller."""

@@ -216,7 +216,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     # Old manifests name no defence, because there was only one.
     defense = identity.get("defense") or {"name": "patchcleanser", "guarantee": "recovery", **identity}
     drawn = manifest.get("masks")
-    masks = drawn and MaskSet(drawn["image_size"], tuple(map(_mask, drawn["rects"])))
+    masks = drawn and MaskSet(whole_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
     size: Any = defense.get("image_size") or (masks and masks.image_size)
     planned, available = map(int, identity["images"].split(" of "))
     guarantee = manifest.get("guarantee") or defense["guarantee"]
@@ -226,7 +226,10 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     for record in read:
         first.setdefault(record.index, record)  # a repeated image counts once
     results = read_results(folder)
-    fill, how = model.get("fill") or model.get("mean"), identity.get("preprocessing")
+    fill = model.get("fill") or model.get("mean")
+    how: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in (identity.get("preprocessing") or {}).items()
+    }
     # Labels are outputs of the classifier. If those have no names, the data set's names are used if there are as many.
     classes = data["class_names"] if model.get("classes") in (None, len(data["class_names"])) else ()
     architecture = identity.get("architecture") or "no classifier"
