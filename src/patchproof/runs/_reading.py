@@ -18,7 +18,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from patchproof.data import ImageSource, evenly_spread, open_dataset
+from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
@@ -271,9 +271,7 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
     yield from map(printable, run.manifest.get("remarks") or ())
     if repeated:
         yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
-    places = evenly_spread(run.planned, run.available)
-    plan = places if isinstance(places, range) else set(places)
-    strangers = sum(record.index not in plan for record in run.records)
+    strangers = sum(not is_planned(record.index, run.planned, run.available) for record in run.records)
     if strangers:
         words = count_words(strangers, "record is about an image", "records are about images")
         yield f"{words} that the manifest did not plan; they are counted"
@@ -306,6 +304,12 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
             wrong.append(printable(f"{name} {k} of {n}, the records {rate.k} of {rate.n}"))
     if wrong:
         yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
+
+
+def is_planned(image: int, planned: int, available: int) -> bool:
+    """True if the image is in `evenly_spread(planned, available)`, which may be too long to build."""
+    position = -(-image * planned // available) if image < available else planned
+    return position < planned and position * available // planned == image
 
 
 def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
