@@ -216,7 +216,7 @@ def test_a_process_whose_main_is_gone_says_so():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     helper = Torchrun(1, 2, store.clone())
     del store
-    with pytest.raises(CheckError, match="process 1 of 2 cannot claim work from the main process any more"):
+    with pytest.raises(CheckError, match="process 1 of 2 cannot reach the main process any more"):
         list(helper.run(job, PIECES, Answer))
 
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import bdtr, bdtrc
 
+from patchproof.data import evenly_spread
 from patchproof.models import sealed
 from patchproof.runs import AttackFindings, Rate, Record, RunFolder, Tally, rates, write_atomically
 from patchproof.runs._folder import checked_prefix
-from patchproof.runs._reading import _lines
+from patchproof.runs._reading import _lines, is_planned
 from patchproof.types import CheckError, InputError
 
 MANIFEST = {"schema": 1, "command": "certify", "identity": {"weights_sha256": "aa", "defense": {"masks": [1, 2]}}}
@@ -194,8 +195,7 @@ def test_a_damaged_manifest_is_refused(folder, content):
 
 
 def test_a_spoiled_run_is_never_continued(folder):
-    with pytest.raises(CheckError, match="the data set changed"), folder.open(MANIFEST, resume=True):
-        folder.spoil("the data set changed")
+    folder.spoil("the data set changed")
     message = "cannot be continued: in an earlier session the data set changed"
     with pytest.raises(CheckError, match=message), folder.open(MANIFEST, resume=True):
         pass
@@ -245,6 +245,15 @@ def test_records_of_another_plan_are_refused(tmp_path):
         list(checked_prefix([record(0), record(1)], [0, 5], "a/{}.png".format, where=tmp_path))
     with pytest.raises(CheckError, match="more than the 1 records that the run has images for"):
         list(checked_prefix([record(0), record(1)], [0], "a/{}.png".format, where=tmp_path))
+
+
+def test_planned_images_are_those_that_are_spread_evenly():
+    for available in range(12):
+        for planned in range(15):
+            expected = set(evenly_spread(planned, available))
+            assert {image for image in range(15) if is_planned(image, planned, available)} == expected
+    assert is_planned(10**29, 10**30, 10**40), "no list of the images is built"
+    assert not is_planned(10**29 + 1, 10**30, 10**40)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

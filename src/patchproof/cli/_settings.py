@@ -54,9 +54,10 @@ class ModelSettings:
     """Architecture: a timm name, one of the package's own (`small`, `bagnet9`, …; see `patchproof ls models`), or
     `file.py:factory` for a module of your own. Default: that of the checkpoint."""
     weights: str | None = None
-    """Checkpoint folder, .safetensors or .pth file, hub id, timm tag, `pretrained`, `zoo`, `embedded`, `factory`
-    (a module of your own as it is made) or `random`; several, separated by commas, form an ensemble that averages probabilities. Default: the weights that the model
-    comes with; without --model, the embedded demonstration network (`train` requires one of the two flags)."""
+    """Checkpoint folder, .safetensors or .pth file, hub id, timm tag, `pretrained`, `zoo`, `embedded`, `factory` (a
+    module of your own as it is made) or `random`; several, separated by commas, form an ensemble that averages
+    probabilities. Default: the weights that the model comes with; without --model, the embedded demonstration network
+    (`train` requires one of the two flags)."""
     mirror: bool = False
     """Average the network's answers for the image and its mirror image: twice the passes."""
     drop_tokens: bool = False

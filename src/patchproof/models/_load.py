@@ -68,9 +68,9 @@ def load_classifier(
     `model`: a timm name, one of the package's own (`small`, `bagnet9`, …), or `package.module:factory` /
     `path/to/file.py:factory`.
     `weights`: `random` (from `seed`), `pretrained`, a timm tag, a hub id (`org/name`), `zoo`, `embedded` (for `small`),
-    `factory` (as a module of your own is made), a file, or a folder that `save_checkpoint` wrote. Trained weights keep their own head; `num_classes` must then agree
-    with it. `drop_tokens`: a vision transformer is given only the tokens that a mask leaves visible; checkpoints
-    remember whether they were trained this way.
+    `factory` (as a module of your own is made), a file, or a folder that `save_checkpoint` wrote. Trained weights keep
+    their own head; `num_classes` must then agree with it. `drop_tokens`: a vision transformer is given only the tokens
+    that a mask leaves visible; checkpoints remember whether they were trained this way.
     """
     names = None if class_names is None else tuple(class_names)
     if names is not None and num_classes not in (None, len(names)):

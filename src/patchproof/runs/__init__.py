@@ -1,82 +1,55 @@
-"""Runs: what the command line does, in one Python call each; folders, records, manifests, resuming, executors."""
+"""Runs: one Python call per verb of the command line; folders, records, manifests, resuming, executors."""
 
-from patchproof.runs._certify import attack, certify
-from patchproof.runs._cost import Cost, TrainingCost, estimate_cost, estimate_training, peak_memory
-from patchproof.runs._device import choose_device
-from patchproof.runs._folder import RunFolder, dump_json, read_json, write_atomically
-from patchproof.runs._footprint import footprint_threat, with_shared_tau
-from patchproof.runs._images import TrainingImages, training_images
-from patchproof.runs._manifest import device_name, network_remarks, preprocessing_for, source_commit, versions
-from patchproof.runs._measure import measure_on_generated, measure_tau
-from patchproof.runs._predict import Prediction, Unusable, defense_like, image_files, predict, stored_defense
-from patchproof.runs._reading import StoredCertification, StoredTraining, find_images, read_run, read_runs
-from patchproof.runs._record import (
-    ACCURACIES,
-    ATTACK_ACCURACIES,
-    AttackFindings,
-    Rate,
-    Record,
-    Results,
-    Tally,
-    one_answer,
-    rates,
-)
-from patchproof.runs._status import one_class_words, run_status, run_title
-from patchproof.runs._train import Trained, train
-from patchproof.runs.executors import InProcess, Torchrun, default_workers, launched, local_rank
-
-__all__ = [
-    "ACCURACIES",
-    "ATTACK_ACCURACIES",
-    "AttackFindings",
-    "Cost",
-    "InProcess",
-    "Prediction",
-    "Rate",
-    "Record",
-    "Results",
-    "RunFolder",
-    "StoredCertification",
-    "StoredTraining",
-    "Tally",
-    "Torchrun",
-    "Trained",
-    "TrainingCost",
-    "TrainingImages",
-    "Unusable",
-    "attack",
-    "certify",
-    "choose_device",
-    "default_workers",
-    "defense_like",
-    "device_name",
-    "dump_json",
-    "estimate_cost",
-    "estimate_training",
-    "find_images",
-    "footprint_threat",
-    "image_files",
-    "launched",
-    "local_rank",
-    "measure_on_generated",
-    "measure_tau",
-    "network_remarks",
-    "one_answer",
-    "one_class_words",
-    "peak_memory",
-    "predict",
-    "preprocessing_for",
-    "rates",
-    "read_json",
-    "read_run",
-    "read_runs",
-    "run_status",
-    "run_title",
-    "source_commit",
-    "stored_defense",
-    "train",
-    "training_images",
-    "versions",
-    "with_shared_tau",
-    "write_atomically",
-]
+from patchproof.runs._certify import attack as attack
+from patchproof.runs._certify import certify as certify
+from patchproof.runs._cost import Cost as Cost
+from patchproof.runs._cost import TrainingCost as TrainingCost
+from patchproof.runs._cost import estimate_cost as estimate_cost
+from patchproof.runs._cost import estimate_training as estimate_training
+from patchproof.runs._cost import peak_memory as peak_memory
+from patchproof.runs._device import choose_device as choose_device
+from patchproof.runs._folder import RunFolder as RunFolder
+from patchproof.runs._folder import dump_json as dump_json
+from patchproof.runs._folder import read_json as read_json
+from patchproof.runs._folder import write_atomically as write_atomically
+from patchproof.runs._footprint import footprint_threat as footprint_threat
+from patchproof.runs._footprint import with_shared_tau as with_shared_tau
+from patchproof.runs._images import TrainingImages as TrainingImages
+from patchproof.runs._images import training_images as training_images
+from patchproof.runs._manifest import device_name as device_name
+from patchproof.runs._manifest import network_remarks as network_remarks
+from patchproof.runs._manifest import preprocessing_for as preprocessing_for
+from patchproof.runs._manifest import source_commit as source_commit
+from patchproof.runs._manifest import versions as versions
+from patchproof.runs._measure import measure_on_generated as measure_on_generated
+from patchproof.runs._measure import measure_tau as measure_tau
+from patchproof.runs._predict import Prediction as Prediction
+from patchproof.runs._predict import Unusable as Unusable
+from patchproof.runs._predict import defense_like as defense_like
+from patchproof.runs._predict import image_files as image_files
+from patchproof.runs._predict import predict as predict
+from patchproof.runs._predict import stored_defense as stored_defense
+from patchproof.runs._reading import StoredCertification as StoredCertification
+from patchproof.runs._reading import StoredTraining as StoredTraining
+from patchproof.runs._reading import find_images as find_images
+from patchproof.runs._reading import read_run as read_run
+from patchproof.runs._reading import read_runs as read_runs
+from patchproof.runs._record import ACCURACIES as ACCURACIES
+from patchproof.runs._record import ATTACK_ACCURACIES as ATTACK_ACCURACIES
+from patchproof.runs._record import AttackFindings as AttackFindings
+from patchproof.runs._record import Rate as Rate
+from patchproof.runs._record import Record as Record
+from patchproof.runs._record import Results as Results
+from patchproof.runs._record import Tally as Tally
+from patchproof.runs._record import one_answer as one_answer
+from patchproof.runs._record import rates as rates
+from patchproof.runs._status import one_class_words as one_class_words
+from patchproof.runs._status import run_status as run_status
+from patchproof.runs._status import run_title as run_title
+from patchproof.runs._train import Trained as Trained
+from patchproof.runs._train import train as train
+from patchproof.runs.executors import InProcess as InProcess
+from patchproof.runs.executors import Torchrun as Torchrun
+from patchproof.runs.executors import default_workers as default_workers
+from patchproof.runs.executors import launched as launched
+from patchproof.runs.executors import local_rank as local_rank

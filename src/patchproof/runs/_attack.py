@@ -1,4 +1,4 @@
-"""Attacks on certified images, the patches that changed an answer, and the files kept of a broken certificate."""
+"""Attacks on certified images, and the files kept of patches that changed an answer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from patchproof.attacks import (
     undefended_attacks,
 )
 from patchproof.defenses import EvaluatedDefense, device_of
-from patchproof.geometry import Rect, as_places, rects_of
-from patchproof.masking import Engine, Evaluator
+from patchproof.geometry import as_places, rects_of
+from patchproof.masking import Evaluator
 from patchproof.models import write_state
-from patchproof.runs._folder import dump_json, write_atomically
+from patchproof.runs._folder import write_json
+from patchproof.runs._measure import engine_of
 from patchproof.runs._record import AttackFindings, Record
 
 
 class Attacker:
-    """Attacks certified images, one at a time. Built for the first image, when the defence has its engine."""
+    """Attacks images one at a time. Its attacks are built at the first image, when the defence has its engine."""
 
     def __init__(self, plan: AttackPlan, on_step: OnStep | None = None) -> None:
         self.plan, self.on_step = plan, on_step
         self.attacks: tuple[Sequence[Attack], Sequence[Attack]] | None = None
-        """On the classifier alone, and on the defence."""
 
     def __call__(
         self, defense: Any, record: Record, image: Float[Tensor, "1 c h w"], label: Int64[Tensor, "1"]
     ) -> tuple[Record, dict[str, Tensor]]:
-        """The record with its findings, and the pixels to keep of it."""
-        if self.attacks is None:
-            self.attacks = attacks_on(defense, self.plan, self.on_step)
+        """Attack one image; return its record with the findings, and the pixels to keep."""
+        self.attacks = self.attacks or attacks_on(defense, self.plan, self.on_step)
         on_classifier, on_defense = self.attacks
         if self.plan.only_certified and not record.certified:
             on_defense = ()
@@ -50,16 +49,12 @@ class Attacker:
         alone = attacked(on_classifier, image, label) if on_classifier else None
         behind = attacked(on_defense, image, label) if on_defense else None
         outcomes = [outcome for outcome in (alone, behind) if outcome is not None]
-        broken = behind is not None and bool(behind.broken)
-        # A wrong answer to the clean image needs no patch; if it is certified all the same, the case is kept as it is.
-        by_patch = behind if broken and (record.defended or record.certified) else None
-        place: Any = None if by_patch is None else by_patch.places[0]
-        if place is not None:
-            place = tuple(place) if isinstance(place, Rect) else tuple(map(tuple, place))
+        # A wrong answer to the clean image needs no patch. If that image is certified all the same, the case is kept.
+        by_patch = behind if behind is not None and behind.broken and (record.defended or record.certified) else None
         found = AttackFindings(
             undefended_attacked=None if alone is None else not bool(alone.broken),
-            attacked=None if behind is None else not broken,
-            place=place,
+            attacked=None if behind is None else not bool(behind.broken),
+            place=None if by_patch is None else by_patch.places[0],
             attacked_label=None if by_patch is None else int(by_patch.predictions),
             passes=sum(int(outcome.passes) for outcome in outcomes),
             queries=sum(int(outcome.queries) for outcome in outcomes),
@@ -70,13 +65,16 @@ class Attacker:
             kept |= patch_pixels("undefended", alone)
         if by_patch is not None:
             kept |= patch_pixels("defended", by_patch)
-        if by_patch is not None and record.broken:
-            kept |= {"image": image[0].cpu(), "patched": by_patch.images[0].cpu()}
+            if record.broken:
+                kept |= {"image": image[0].cpu(), "patched": by_patch.images[0].cpu()}
         return record, kept
 
     def save(self, folder: Path, defense: Any, record: Record, kept: Mapping[str, Tensor]) -> None:
-        """folder/patches/INDEX.safetensors: patches that changed a right answer. For a certified image broken/INDEX:
-        pictures, exact pixels, and the defence's tables of the image before and after."""
+        """Save patches that changed a right answer as patches/INDEX.safetensors.
+
+        For a certified image, broken/INDEX gets pictures, the exact pixels, and the defence's tables of the image
+        without and with the patch.
+        """
         patches = {name: tensor for name, tensor in kept.items() if name not in ("image", "patched")}
         if patches:
             path = folder / "patches" / f"{record.index}.safetensors"
@@ -117,27 +115,29 @@ class Attacker:
             "reproduce": "build the defence as described, load pixels.safetensors, and call "
             "defense.predict(patched[None]); docs/attacks.md has the lines",
         }
-        write_atomically(place / "tables.json", dump_json(facts))
+        write_json(place / "tables.json", facts)
 
 
 def attacks_on(
     defense: Any, plan: AttackPlan, on_step: OnStep | None = None
 ) -> tuple[Sequence[Attack], Sequence[Attack]]:
-    """On the classifier alone, and on the defence."""
-    classifier, engine = getattr(defense, "classifier", None), getattr(defense, "engine", None) or Engine()
+    """Build the attacks on the classifier alone, and those on the defence."""
+    classifier = getattr(defense, "classifier", None)
     alone: Sequence[Attack] = ()
     if classifier is not None and plan.target != "defended":
-        bare = Evaluator(classifier, engine, strict=False)
+        bare = Evaluator(classifier, engine_of(defense), strict=False)
         alone = undefended_attacks(bare, defense.threat, plan, on_step=on_step)
     behind: Sequence[Attack] = ()
     if plan.target != "undefended":
-        behind = defended_attacks(as_judge(defense), plan, engine=engine, on_step=on_step)
+        behind = defended_attacks(as_judge(defense), plan, on_step=on_step)
     return alone, behind
 
 
 def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:
-    """The patch (c p q), its place (top, left, height, width), and the answer to the patched image; of a second patch
-    likewise, with a 2 in the names."""
+    """Pixels (c p q) and location (top, left, height, width) of each patch, and the answer to the patched image.
+
+    The names of a second patch end in `_2`.
+    """
     found = {f"{name}_label": outcome.predictions[0].cpu()}
     for number, rect in enumerate(rects_of(outcome.places[0]), start=1):
         one = name if number == 1 else f"{name}_{number}"
@@ -147,7 +147,7 @@ def patch_pixels(name: str, outcome: Attacked) -> dict[str, Tensor]:
 
 
 def as_judge(defense: Any) -> Any:
-    """The defence for hostile images: where the fast precision misjudges one, the float32 label is taken."""
+    """Return the defence for hostile images: float32 decides each label that the fast precision misjudges."""
     if not isinstance(defense, EvaluatedDefense):
         return defense
     judge: Any = replace(defense)  # type: ignore[type-var]

@@ -1,15 +1,15 @@
-"""What a certification, an attack or a training will cost, before it is begun: from a few timed passes or steps."""
+"""Cost of a certification, an attack or a training before it is begun, from a few timed passes or steps."""
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from patchproof.defenses import defense as named_defense
 from patchproof.geometry import MaskSet, PatchThreat, all_places, covering_masks, parse_patches
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.runs._attack import attacks_on
-from patchproof.runs._measure import generated_images
+from patchproof.runs._measure import engine_of, generated_images
 from patchproof.runs._train import train
 from patchproof.training import Plan
 from patchproof.training.search import Memory
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
 
 BYTES_PER_PAIR = 24
-"""Of a mask set: two masks and the table of pairs."""
+"""Bytes per pair of masks: two mask indices and a table entry."""
 
 BYTES_PER_UNION = 200
-"""The same where pairs may hide the same pixels, and are compared."""
+"""Bytes per pair if two pairs may hide the same pixels, so that pairs have to be compared."""
 
 BYTES_PER_CELL = 75
-"""Of an image: a cell of its table, its place in the order, and the copy to evaluate."""
+"""Bytes per masked copy of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
 TIMED, TIMED_SECONDS, COPIES = 2, 0.5, 64
-"""Batches that are timed, of at most so many copies each: so many at least, and for so long."""
+"""Fewest batches to time, seconds after which no more are timed, and most copies per batch."""
 
 TIMED_STEPS, ENOUGH_SECONDS = 4, 20.0
-"""Steps that are timed, fewer where they take longer; the first of several does not count."""
+"""Training steps that are timed, and seconds after which fewer are enough; the first of several does not count."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Passes from the fewest, where every image fails at once, to the most, where all are certified; `masks` is 0 for a
-    defence that has none."""
+    """Passes and seconds, from the fewest (every image fails at once) to the most (all images are certified)."""
 
     images: int
     masks: int
+    """0 for a defence without masks."""
     fewest_passes: int
     most_passes: int
     passes_per_second: float
     fewest_seconds: float
     most_seconds: float
     table_bytes: int
-    """Of the tables of masks and images."""
+    """Memory for the tables of masks and images."""
     peak_bytes: int | None
-    """Of everything else, network and passes included, as far as the timed passes show it; None where unknown."""
+    """Memory for everything else, as far as the timed passes show it; None if unknown."""
     attack_seconds: float = 0.0
-    """Of attacks, where every image withstands them all."""
+    """Extra time for attacks if every image withstands them all."""
 
 
 def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> Cost | None:
-    """From a few timed passes over a generated image; None for a defence without a classifier."""
+    """Time a few passes over a generated image; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
     image = generated_images(1, defense)
@@ -82,12 +82,12 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
         ready, label = _prepared(defense, image)
 
         def timed() -> int:
-            return int(ready.certify(image, label).forwards)  # whatever a pass is to it; waits for the device
+            return int(ready.certify(image, label).forwards)  # in the defence's own passes; waits for the device
     else:
         require_memory(defense)
         count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
-        fewest, engine = images * count, getattr(defense, "engine", None) or Engine()
-        evaluator = Evaluator(defense.classifier, Engine(batch_size=engine.batch_size))
+        fewest = images * count
+        evaluator = Evaluator(defense.classifier, Engine(batch_size=engine_of(defense).batch_size))
         keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
         evaluator.evaluate(image, keep, Copies.unmasked(1), lambda logits, _: logits)  # settles the chunk
         zeros = torch.zeros(min(COPIES, evaluator.chunk), dtype=torch.int64)
@@ -97,13 +97,15 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
 
     seconds = least_seconds(timed)
     times = 1 / seconds, fewest * seconds, most * seconds
-    cost = Cost(images, count, fewest, most, *times, needed, peak_memory(image.device))
-    return cost if plan is None else replace(cost, attack_seconds=images * seconds_of_attack(defense, image, plan))
+    attacking = 0.0 if plan is None else images * seconds_of_attack(defense, image, plan)
+    return Cost(images, count, fewest, most, *times, needed, peak_memory(image.device), attacking)
 
 
 def least_seconds(passes: Callable[[], int]) -> float:
-    """Of one pass, by calls that say how many they made. The first call may have things to settle, and other work on
-    the machine comes in bursts and only ever adds: so neither the first nor the mean counts, but the shortest."""
+    """Seconds per pass in the fastest of several calls, each of which returns its number of passes.
+
+    The first call may have things to set up, and other work on the machine only ever adds time.
+    """
     found, began = list[float](), time.perf_counter()
     while len(found) < TIMED or time.perf_counter() - began < TIMED_SECONDS:
         before = time.perf_counter()
@@ -113,39 +115,44 @@ def least_seconds(passes: Callable[[], int]) -> float:
 
 
 def _prepared(defense: Any, image: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """The defence with some τ, since any takes as long, and its label for the image."""
-    label = defense.predict(image).clamp(min=0)  # an alarm is no label
+    """Return the defence with an arbitrary τ, which does not change its speed, and its label for the image."""
+    label = defense.predict(image).clamp(min=0)  # −1, an alarm, is not a label
     if hasattr(defense, "with_engine"):
         defense = defense.with_engine(Measured(tau=0.0, tau_fp32=1.0, batch_size=defense.chunk))
     return defense, label
 
 
 def table_bytes(masks: MaskSet, *, in_pairs: bool) -> int:
+    """Memory for the masks, the table of pairs, and the table of one image."""
     count, (height, width) = len(masks), masks.image_size
-    pairs = (BYTES_PER_PAIR if masks.alike else BYTES_PER_UNION) * count * (count + 1) // 2
-    cells = BYTES_PER_CELL * (masks.union_count if in_pairs else count)
-    return count * height * width + pairs * in_pairs + cells
+    found = count * height * width + BYTES_PER_CELL * (masks.union_count if in_pairs else count)
+    if in_pairs:
+        found += (BYTES_PER_PAIR if masks.alike else BYTES_PER_UNION) * count * (count + 1) // 2
+    return found
 
 
 def require_memory(defense: Any) -> None:
-    """Refuse masks whose tables need more than the memory that is free, and name the most per axis that fit."""
+    """Refuse masks whose tables need more than the free memory, and name the most masks per axis that fit."""
     free, masks = free_memory(), getattr(defense, "masks", None)
     if free is None or masks is None or not hasattr(defense, "most_passes"):
         return
-    threat, needs = defense.threat, partial(table_bytes, in_pairs=defense.most_passes > len(masks))
-    needed = needs(masks)
+    in_pairs = defense.most_passes > len(masks)
+    needed = table_bytes(masks, in_pairs=in_pairs)
     if needed <= free:
         return
-    numbers = range(1, max(threat.image_size) + 1)
-    fits = takewhile(lambda number: needs(covering_masks(threat, per_axis=number)) <= free, numbers)
+    fits = 0
+    for per_axis in range(1, max(defense.threat.image_size) + 1):
+        if table_bytes(covering_masks(defense.threat, per_axis=per_axis), in_pairs=in_pairs) > free:
+            break
+        fits = per_axis
     raise InputError(
         f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
-        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {max(fits, default=0)} is the most that fits"
+        f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {fits} is the most that fits"
     )
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine can still give; None where it does not say."""
+    """Bytes of memory that the machine can still give; None if it does not say."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -154,7 +161,7 @@ def free_memory() -> int | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that were in use so far, on a GPU or by this process."""
+    """Most bytes in use so far, on the GPU or else by this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
@@ -166,30 +173,30 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def seconds_of_attack(defense: Any, image: torch.Tensor, plan: AttackPlan) -> float:
-    """Of an image that withstands: the shortest second step of each attack in its first round, times rounds and
-    steps."""
+    """Seconds to attack one image that withstands every attack: the fastest timed step × steps × rounds, summed."""
     defense, label = _prepared(defense, image)
-    starts, places = min(plan.restarts, CANDIDATES), plan.places
+    restarts, places = min(plan.restarts, CANDIDATES), plan.places
     if plan.place_search == "exhaustive":
         places = len(all_places(defense.threat)) ** defense.threat.patches
-    at_once, moments, step = min(places, CANDIDATES // starts), list[float](), 0.0
-    first = replace(plan, steps=2, restarts=starts, places=at_once, place_search="grid")
+    at_once = min(places, CANDIDATES // restarts)
+    rounds = math.ceil(places / at_once) * math.ceil(plan.restarts / restarts)
+    one_round = replace(plan, steps=2, restarts=restarts, places=at_once, place_search="grid")
+    moments, seconds = list[float](), 0.0
 
     def stepped(*_: int) -> None:
         if image.is_cuda:
             torch.cuda.synchronize(image.device)
         moments.append(time.perf_counter())
 
-    for attacks in attacks_on(defense, first, stepped):
-        for attack in attacks:
-            attack.target = SimpleNamespace(predict=lambda images: label.expand(len(images)))  # that no patch moves
-            moments.clear()
-            began = time.perf_counter()
-            while not moments or time.perf_counter() - began < TIMED_SECONDS:
-                attack_in_turn([attack], image, label, seed=0, indices=[0])
-            step += min(after - before for before, after in zip(moments[::2], moments[1::2], strict=True))
-    rounds = -(-places // at_once) * -(-plan.restarts // starts)
-    return rounds * plan.steps * step
+    for attack in chain(*attacks_on(defense, one_round, stepped)):
+        attack.target = SimpleNamespace(predict=lambda images: label.expand(len(images)))  # no patch changes the label
+        moments.clear()
+        began = time.perf_counter()
+        while not moments or time.perf_counter() - began < TIMED_SECONDS:
+            attack_in_turn([attack], image, label, seed=0, indices=[0])
+        step = min(after - before for before, after in zip(moments[::2], moments[1::2], strict=True))
+        seconds += rounds * plan.steps * step
+    return seconds
 
 
 class _EnoughError(Exception):
@@ -198,8 +205,7 @@ class _EnoughError(Exception):
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Validation after each epoch takes from the fewest seconds, where every image fails at once, to the most, where
-    all are certified."""
+    """Seconds from the fewest (every validation image fails at once) to the most (all of them are certified)."""
 
     epochs: int
     steps: int
@@ -213,9 +219,9 @@ class TrainingCost:
 def estimate_training(
     classifier: nn.Module, data: Any, plan: Plan, *, validation: Any = None, **options: Any
 ) -> TrainingCost:
-    """From timed steps of a copy of the classifier; options as in `train`. Nothing is written."""
+    """Time a few steps of a copy of the classifier; `options` are those of `train`. Nothing is written."""
     trainers: list[Trainer] = []
-    reports: list[StepReport] = []
+    searches: list[float] = []
     moments: list[float] = []
 
     def started(trainer: Trainer) -> None:
@@ -223,22 +229,29 @@ def estimate_training(
         moments.append(time.perf_counter())
 
     def stepped(report: StepReport) -> None:
-        reports.append(report)
+        searches.append(report.search_seconds)
         moments.append(time.perf_counter())
-        if len(reports) == TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
+        if len(searches) == TIMED_STEPS or moments[-1] - moments[0] > ENOUGH_SECONDS:
             raise _EnoughError
 
     with suppress(_EnoughError):
         train(copy.deepcopy(classifier), data, plan, on_start=started, on_step=stepped, **options)
-    trainer, times = trainers[0], [after - before for before, after in pairwise(moments)]
-    step, size = median(times[1:] or times), trainer.classifier.input_size
-    searches = [report.search_seconds for report in reports]
-    if isinstance(trainer.strategy, Memory):  # the first epoch, of which these steps are, searches most
+    (trainer,), times = trainers, [after - before for before, after in pairwise(moments)]
+    step = median(times[1:] or times)
+    if isinstance(trainer.strategy, Memory):  # these steps are of the first epoch, which searches most
         step -= median(searches[1:] or searches) * trainer.strategy.saved(plan.epochs)
+    size = trainer.classifier.input_size
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
     images = 0 if validation is None else min(plan.validation_images, len(as_source(validation)))
     check = estimate_cost(named_defense("patchcleanser", trainer.classifier.eval(), threat), images)
     assert check is not None  # the defence has masks and a classifier
-    steps, epochs = trainer.total_steps, plan.epochs
-    fewest, most = (steps * step + epochs * each for each in (check.fewest_seconds, check.most_seconds))
-    return TrainingCost(epochs, steps, step, images, fewest, most, peak_memory(trainer.accelerator.device))
+    training = trainer.total_steps * step
+    return TrainingCost(
+        plan.epochs,
+        trainer.total_steps,
+        step,
+        images,
+        training + plan.epochs * check.fewest_seconds,
+        training + plan.epochs * check.most_seconds,
+        peak_memory(trainer.accelerator.device),
+    )

@@ -1,4 +1,4 @@
-"""A run's folder: locked by one process, appended to line by line, resumed only with the same settings."""
+"""The folder of a run: locked by one process, appended to line by line, resumed only with the same settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -19,21 +19,21 @@ from patchproof.runs._record import Record
 from patchproof.types import BEGIN_AGAIN, CheckError, InputError, require_free
 
 FOLLOWS_FROM = {
-    "masks": ("patch_sizes", "patches", "image_size", "name"),
-    "fill": ("weights_sha256",),
-    "steps": ("epochs", "batch_size", "images"),
-    "data_sha256": ("images",),
+    "masks": {"patch_sizes", "patches", "image_size", "name"},
+    "fill": {"weights_sha256"},
+    "steps": {"epochs", "batch_size", "images"},
+    "data_sha256": {"images"},
 }
-"""What need not be named when one of these is another: it follows from that."""
+"""A difference in a setting on the left is not named if one on the right, which causes it, differs too."""
 
-THREAT = ("name", "image_size", "patch_sizes", "patches")
-"""Of a defence; the rest follows from its name."""
+THREAT = {"name", "image_size", "patch_sizes", "patches"}
+"""Settings that all defences share; the others are the options of one defence and differ whenever its name does."""
 
 SIZES = ("patch_sizes", "image_size", "resize", "crop")
-"""What is said as 12×12."""
+"""Settings that are printed as 12×12."""
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading values from damaged or hostile JSON may raise."""
+"""Exceptions that reading values from damaged or hostile JSON can raise."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """results.json; None where it is missing or damaged."""
+    """Return results.json, or None if it is missing or damaged."""
     try:
         return read_json(folder / "results.json")
     except CheckError:
@@ -57,7 +57,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, if it is exactly what was written."""
+    """Return the manifest after checking its seal."""
     manifest = read_json(path)
     if not isinstance(manifest.get("identity"), dict) or not isinstance(manifest.get("command"), str):
         raise CheckError(f"{path} is not the manifest of a run; {BEGIN_AGAIN}")
@@ -69,8 +69,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_lines(
     lines: Sequence[bytes], parse: Callable[[str], Any], sums: Sequence[str] = ()
 ) -> tuple[list[Any], dict[int, Exception]]:
-    """Values of the sound lines, and line number -> error of the damaged ones. `sums` are the checksums of the lines,
-    as far as they are known."""
+    """Parse the sound lines; return their values and, for each damaged line, its number (from 1) and the error.
+
+    `sums` holds the checksums of the first lines; a line without one is not compared.
+    """
     values: list[Any] = []
     damaged: dict[int, Exception] = {}
     for number, line in enumerate(lines, start=1):
@@ -92,8 +94,12 @@ def dump_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, dump_json(content))
+
+
 def write_atomically(path: Path, content: str) -> None:
-    """All of it or nothing, even if the machine stops half-way."""
+    """Write all of the content or nothing, even if the machine stops half-way."""
     temporary = path.with_name(path.name + ".part")
     _write(temporary, "wb", content.encode())
     temporary.replace(path)
@@ -107,7 +113,7 @@ def _write(path: Path, mode: str, content: bytes) -> None:
 
 
 class RunFolder:
-    """One run's folder, locked by one process at a time; what has been written survives a kill."""
+    """The folder of one run, locked by one process at a time; whatever has been written survives a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,8 +127,10 @@ class RunFolder:
     def open(
         self, manifest: Mapping[str, Any], *, resume: bool, longer: Callable[[Mapping[str, Any]], bool] | None = None
     ) -> Iterator[Mapping[str, Any]]:
-        """Begin or resume a run; yields the manifest in force (the first session's, when resumed). One that is the
-        stored one but `longer` takes its place."""
+        """Begin or resume a run, and yield the manifest in force: when resumed, that of the first session.
+
+        If `longer(stored manifest)` is true, the run is the stored one with more steps, and its manifest is updated.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             locked = FileLock(self.path / ".lock").acquire(timeout=0)
@@ -135,27 +143,28 @@ class RunFolder:
         with locked:
             require_free(self.path, resume=resume)
             if not self.manifest_path.exists():
-                write_atomically(self.manifest_path, dump_json(sealed(manifest)))
+                write_json(self.manifest_path, sealed(manifest))
                 yield manifest
                 return
             stored = read_manifest(self.manifest_path)
             if longer is not None and longer(stored):
-                stored = {**stored, **{key: manifest[key] for key in ("identity", "config", "steps")}}
-                write_atomically(self.manifest_path, dump_json(sealed(stored)))
+                stored |= {key: manifest[key] for key in ("identity", "config", "steps")}
+                write_json(self.manifest_path, sealed(stored))
             refuse_differences(stored, manifest, where=self.path)
             if self.spoiled_path.exists():
                 reason = read_json(self.spoiled_path).get("reason")
                 raise CheckError(f"{self.path} cannot be continued: in an earlier session {reason}")
             yield stored
 
-    def spoil(self, reason: str) -> NoReturn:
-        """The records cannot be trusted: fail, and refuse every later session."""
-        write_atomically(self.spoiled_path, dump_json({"reason": reason}))
-        raise CheckError(reason)
+    def spoil(self, reason: str) -> None:
+        """Note that the records cannot be trusted; every later session is refused."""
+        write_json(self.spoiled_path, {"reason": reason})
 
     def records(self) -> list[Record]:
-        """The finished records; for the one process that has the folder open, since a last line cut short by a kill is
-        removed, and so are checksums of lines that were never written."""
+        """Read the finished records; remove a last line cut short by a kill, and checksums of lines never written.
+
+        Only the process that has the folder open may call this.
+        """
         packed = self.records_path.with_name("records.jsonl.xz")
         if packed.exists() and not self.records_path.exists():
             raise CheckError(f"{packed} is packed; unpack it (xz -d) to go on with the run")
@@ -171,38 +180,43 @@ class RunFolder:
         if cut:
             os.truncate(self.records_path, len(content) - len(cut))
         whole = "".join(checksum(line + b"\n") + "\n" for line in lines)
-        if sums != whole:  # also where a write stopped in the middle of a checksum
+        if sums != whole:  # also if a write stopped in the middle of a checksum
             write_atomically(self.sums_path, whole)
         return records
 
     def append(self, lines: Sequence[bytes], spent: Mapping[str, Any]) -> None:
-        """Add lines of records, and what all of them took, which survives a kill of this session; they are on disk when
-        this returns. Checksums come first: no line is without one."""
+        """Add lines of records, and what all sessions took so far; they are on disk when this returns.
+
+        Checksums are written first, so that no line is ever without one.
+        """
         with self.progress_path.open("ab") as file:
-            file.write(b"\n" + json.dumps(spent).encode())  # the break first: a line cut short damages no other
+            file.write(b"\n" + json.dumps(spent).encode())  # the break comes first: a line cut short damages no other
         _write(self.sums_path, "ab", "".join(checksum(line) + "\n" for line in lines).encode())
         _write(self.records_path, "ab", b"".join(lines))
 
     def spent(self, done: int) -> Mapping[str, Any]:
-        """What the first `done` images took in earlier sessions, as results.json has it; of an interrupted write,
-        what those before it took."""
+        """What the first `done` images took in earlier sessions, in the form of results.json; {} if that is unknown.
+
+        After an interrupted write, the latest line may speak of records that were not written: an older one counts.
+        """
         lines = self.progress_path.read_bytes().split(b"\n") if self.progress_path.exists() else []
-        states, _ = read_lines(lines, json.loads)
-        known: list[tuple[int, float, Any]] = []
-        for state in (read_results(self.path), *states):
-            with contextlib.suppress(*UNREADABLE):  # lost with the file
-                known.append((int(state["images"]["done"]), float(state["cost"]["seconds"]), state))
-        return max((one for one in known if one[0] <= done), key=lambda one: one[:2], default=(0, 0.0, {}))[2]
+        latest, found = (0, 0.0), dict[str, Any]()
+        for state in (read_results(self.path), *read_lines(lines, json.loads)[0]):
+            with contextlib.suppress(*UNREADABLE):
+                moment = int(state["images"]["done"]), float(state["cost"]["seconds"])
+                if latest <= moment and moment[0] <= done:
+                    latest, found = moment, state
+        return found
 
 
 def being_written(folder: Path) -> bool:
-    """Does a process have the run's folder open?"""
+    """True while a process has the run's folder open."""
     try:
-        if (folder / ".lock").exists():  # no file is made where none is
+        if (folder / ".lock").exists():  # looking must not create the file
             FileLock(folder / ".lock").acquire(timeout=0).lock.release()
     except Timeout:
         return True
-    except (OSError, NotImplementedError):  # not ours to lock, or a file system without locks
+    except (OSError, NotImplementedError):  # no permission to lock it, or a file system without locks
         return False
     return False
 
@@ -210,7 +224,7 @@ def being_written(folder: Path) -> bool:
 def checked_prefix(
     records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
-    """The records, checked to be the first ones of this run's plan, in order."""
+    """Yield the records after checking that they are about the first planned images, in order."""
     for number, record in enumerate(records):
         if number == len(indices):
             raise CheckError(f"{where} holds more than the {len(indices)} records that the run has images for")
@@ -224,37 +238,41 @@ def checked_prefix(
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
-    """Refuse to resume with another identity; each setting that differs is named."""
+    """Refuse to resume with another identity, and name each setting that differs."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
     if stored["command"] != current["command"]:
         raise CheckError(
             f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another folder"
         )
-    different = list(differences(stored["identity"], current["identity"]))
-    names = {key for key, _, _ in different}
-    own = {*stored["identity"].get("defense", ()), *current["identity"].get("defense", ())}
-    follows = dict.fromkeys(own - set(THREAT), ("name",)) | FOLLOWS_FROM
-    different = [one for one in different if not names & set(follows.get(one[0], ()))]
-    if different:
-        named = "; ".join(f"{key} was {_short(key, before)}, now {_short(key, now)}" for key, before, now in different)
-        if stored["command"] == "train" and "weights_sha256" in names:
+    before, now = stored["identity"], current["identity"]
+    different = {name: values for name, *values in differences(before, now)}
+    consequences = {name for name, causes in FOLLOWS_FROM.items() if causes & different.keys()}
+    if "name" in different:
+        consequences |= {*before.get("defense", ()), *now.get("defense", ())} - THREAT
+    named = "; ".join(
+        f"{name} was {_short(name, one)}, now {_short(name, other)}"
+        for name, (one, other) in different.items()
+        if name not in consequences
+    )
+    if named:
+        if stored["command"] == "train" and "weights_sha256" in different:
             named += "; the classifier must be as it was when the training began, so build or load it anew"
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The innermost values that differ, with their keys."""
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, old and new value of each setting that differs, the innermost where settings are nested."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for name in dict.fromkeys([*now, *before]):
-            yield from differences(before.get(name), now.get(name), name)
+        for inner in dict.fromkeys([*now, *before]):
+            yield from differences(before.get(inner), now.get(inner), inner)
     elif before != now:
-        yield key, before, now
+        yield name, before, now
 
 
-def _short(key: str, value: Any) -> str:
+def _short(name: str, value: Any) -> str:
     sizes = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
-    if key in SIZES and all(isinstance(size, list) and [type(side) for side in size] == [int, int] for size in sizes):
+    if name in SIZES and all(isinstance(size, list) and [type(side) for side in size] == [int, int] for size in sizes):
         return size_words(*((height, width) for height, width in sizes))
     text = value if isinstance(value, str) else json.dumps(value)
     if re.fullmatch("[0-9a-f]{64}", text):  # a sha256

@@ -1,4 +1,4 @@
-"""What a run was made with: enough to repeat it, and to refuse to resume it with something else."""
+"""The manifest of a run: everything needed to repeat it, and to refuse to resume it with something else."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patchproof.data import FolderSource, ImageSource, default_preprocessing, open_class_folders
-from patchproof.masking import Measured
-from patchproof.models import EMBEDDED_SOURCE
+from patchproof.masking import Drift, Measured
+from patchproof.models import EMBEDDED_SOURCE, match_labels
 from patchproof.types import BEGIN_AGAIN, CheckError, InputError, PatchproofError, Preprocessing, Size
 from patchproof.version import __version__
 
@@ -26,32 +27,34 @@ SEEN = {
     "selected_on": "optimistic: the checkpoint was chosen among the epochs of its training by its certified accuracy "
     "on these very images; checkpoint-last was not chosen, and other images would be independent",
 }
-"""What a checkpoint's history says of the images certified now."""
+"""Remarks on a network whose history names the images that are certified now."""
 
-PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
 MEASURED_AS = {"fast": "fast", "tf32": "tf32_measured", "fp32": "fp32"}
-"""Each τ of a manifest, and what it is to be compared with: TF32 is measured also where it is no step."""
+"""For each τ of a manifest, the measurement to compare it with: TF32 is measured even if no step uses it."""
 
 TAU_MAY_GROW = 2.0
-"""The safety factors of τ are several times this."""
+"""Factor by which τ may grow between sessions; its safety factors are several times this."""
 
 
 def new_manifest(
-    command: str,
-    config: Mapping[str, Any] | None,
-    identity: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    device: torch.device,
+    command: str, config: Mapping[str, Any] | None, identity: Any, facts: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """`identity` is what the outcome depends on: it may not change when the run is resumed."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    made_with = {"date": now, "device": device_name(device), "versions": versions(), "commit": source_commit()}
-    what = {"schema": SCHEMA, "command": command, "config": dict(config or {}), "identity": plain(identity)}
-    return {**what, **facts, **made_with}
+    """Build a manifest. `identity` is what the outcome depends on: it may not change when the run is resumed."""
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "config": dict(config or {}),
+        "identity": plain(identity),
+        **facts,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "versions": versions(),
+        "commit": source_commit(),
+    }
 
 
 def plain(value: Any) -> Any:
-    """The value after a round trip through JSON: lists for tuples, keys as text."""
+    """Return the value after a round trip through JSON: lists for tuples, keys as text."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -59,12 +62,12 @@ def plain(value: Any) -> Any:
 
 
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:
-    """`cover` only where it is used."""
+    """Fields of the preprocessing; `cover` only if it is used, so that manifests older than this field still match."""
     return {name: value for name, value in asdict(preprocessing).items() if name != "cover" or value}
 
 
 def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -> Preprocessing:
-    """How images of any size become the input of this classifier."""
+    """Default preprocessing of images for this classifier."""
     return default_preprocessing(
         low_resolution,
         image_size,
@@ -73,19 +76,26 @@ def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -
     )
 
 
+def outputs_for(source: ImageSource, classifier: Any) -> Tensor | None:
+    """Classifier output for each label of the source; None if its classes have no names, so that labels are outputs."""
+    return torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+
+
 def source_facts(source: ImageSource, indices: Sequence[int] | None = None) -> dict[str, Any]:
-    """Which images: recorded with what was learned from them or chosen on them."""
+    """Name, split, number and digest of the images that a network was trained, selected or tested on."""
     count = len(source) if indices is None else len(indices)
     return {"name": source.name, "split": source.split, "images": count, "sha256": source.listing_sha256(indices)}
 
 
 def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str]:
-    """What a reader must know of the network beside any number: untrained, for demonstrations, or not independent of
-    the images with this digest. Of an ensemble, what holds of any member."""
+    """Warnings that belong next to any number about this network; for an ensemble, those of all members.
+
+    It may be untrained, made for demonstrations, or not independent of the images with the digest `data_sha256`.
+    """
     members = getattr(classifier, "members", None)
     if members is not None:
         return list(dict.fromkeys(remark for each in members for remark in network_remarks(each, data_sha256)))
-    source, history = str(getattr(classifier, "source", "")), getattr(classifier, "history", {})
+    source = str(getattr(classifier, "source", ""))
     remarks = []
     if source.startswith("random weights"):
         remarks.append(
@@ -98,46 +108,64 @@ def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str
             "your own as weights"
         )
     for kind, words in SEEN.items():
-        seen = history.get(kind)
+        seen = getattr(classifier, "history", {}).get(kind)
         if isinstance(seen, Mapping) and data_sha256 is not None and seen.get("sha256") == data_sha256:
             remarks.append(words)
     return remarks
 
 
+def measured_facts(engine: Measured, drift: Drift) -> dict[str, Any]:
+    """The part of a manifest that is known once τ is measured."""
+    return {
+        "tau": {
+            "fast": engine.tau,
+            "tf32": engine.tau_tf32,
+            "fp32": engine.tau_fp32,
+            "tf32_measured": drift.tau("tf32") if "tf32" in drift.changes else None,
+            "drift": {**asdict(drift), "bound": drift.bound},
+        },
+        "batch_size": int(engine.batch_size),
+        "precision": engine.precision,
+        "compile": engine.compile,
+    }
+
+
 def stored_engine(
-    engine: Measured, stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path, keep_batch: bool
+    engine: Measured, stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Any, keep_batch: bool
 ) -> Measured:
-    """The τ that a run began with, as long as what is measured now is not far from it, and its batch size unless
-    `keep_batch` asks for the present one."""
+    """Return the engine with the τ that the run began with, unless the τ measured now is much larger.
+
+    Its batch size is that of the first session too, unless `keep_batch` is set.
+    """
     try:
         for kind, measured in MEASURED_AS.items():
             before, now = stored["tau"].get(kind), current["tau"].get(measured)
             if before is not None and now is not None and now > TAU_MAY_GROW * before:
                 raise CheckError(
                     f"{where} was begun with τ({kind}) = {before:.3g}, but here and now it would be {now:.3g}: another "
-                    "device, torch or batch_size; go on where it was begun, or choose another folder"
+                    "device, torch or batch_size; continue where it was begun, or choose another folder"
                 )
         batch_size = current["batch_size"] if keep_batch else stored["batch_size"]
         return replace(engine, batch_size=batch_size, **stored_taus(stored["tau"]))
     except (LookupError, TypeError, ValueError, OverflowError) as error:
-        raise CheckError(f"{where / 'manifest.json'} is damaged ({error!r}); {BEGIN_AGAIN}") from error
+        raise CheckError(f"{where}/manifest.json is damaged ({error!r}); {BEGIN_AGAIN}") from error
 
 
 def stored_taus(tau: Mapping[str, Any]) -> dict[str, Any]:
-    """The τ of a manifest, as arguments of `Measured`."""
+    """Arguments of `Measured` from the τ of a manifest."""
     return {"tau": tau["fast"], "tau_fp32": tau["fp32"], "tau_tf32": tau.get("tf32")}
 
 
 def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse processes with other weights, images or settings; take the largest τ and the smallest chunk of all."""
+    """Refuse processes with other weights, images or settings; use the largest τ and smallest batch size of all."""
     for rank, theirs in enumerate(everyone):
-        different = [key for key, value in current["identity"].items() if theirs["identity"].get(key) != value]
-        if different:
-            raise CheckError(
-                f"process {rank} of {len(everyone)} has another {different[0]}: "
-                f"{theirs['identity'].get(different[0])} instead of {current['identity'][different[0]]}; give every "
-                "machine the same files"
-            )
+        for key, value in current["identity"].items():
+            other = theirs["identity"].get(key)
+            if other != value:
+                raise CheckError(
+                    f"process {rank} of {len(everyone)} has another {key}: {other} instead of {value}; give every "
+                    "machine the same files"
+                )
         if current["tau"] is not None:
             for kind, measured in MEASURED_AS.items():
                 ours, other = current["tau"][kind], theirs["tau"][measured]
@@ -147,7 +175,7 @@ def agree(current: dict[str, Any], everyone: Sequence[Mapping[str, Any]]) -> Non
 
 
 def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
-    """The complaint if a folder of images lists other paths, labels or file sizes than before; else None."""
+    """An error message if a folder of images now lists other paths, labels or file sizes; else None."""
     if not isinstance(source, FolderSource):
         return None
     again = "put the files back as they were and begin again in another folder"
@@ -163,16 +191,18 @@ def changes_since(listing_sha256: str, source: ImageSource) -> str | None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)})"
+    threads = torch.get_num_threads()
+    return f"{device} ({platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'})"
 
 
 def versions() -> dict[str, str]:
-    found = {name: metadata.version(name) for name in PACKAGES}
+    packages = ("torch", "torchvision", "timm", "numpy", "pillow", "scipy")
+    found = {name: metadata.version(name) for name in packages}
     return {"patchproof": __version__, "python": platform.python_version(), **found}
 
 
 def source_commit() -> str | None:
-    """The commit this package runs from, `+changes` if it has been edited since; None outside a checkout."""
+    """Commit of the checkout that this package runs from, `+changes` if it was edited; None outside a checkout."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""τ for a run: measured on its own images, or on generated ones where those may be hostile."""
+"""τ for a run: measured on its own images, or on generated ones if those may be hostile."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ from torch.nn import functional
 
 from patchproof.data import ImageSource, evenly_spread, iterate_batches
 from patchproof.defenses import device_of
-from patchproof.geometry import PatchThreat, covering_masks
-from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier
+from patchproof.geometry import covering_masks
+from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier, evaluating, show
 from patchproof.models import mask_colour
 from patchproof.types import InputError, Preprocessing
 
 MOST_COPIES, FEWEST_COPIES = 512, 16
 SHARE = 4
-"""A float32 run compares at most one in so many of its one-mask copies: small runs stay quick."""
+"""In float32, a run compares at most one in SHARE of its one-mask copies, so that small runs stay quick."""
 
 MANY_COPIES, MANY_PASSES = 2048, 200_000
-"""A run of so many passes in a fast precision compares more copies: its τ is the smaller for it."""
+"""A run of at least MANY_PASSES in a fast precision compares MANY_COPIES, which makes its τ smaller."""
 
 CHECKED_FLOATS = 1 << 29
-"""Images to check the classifier on take at most so many numbers: two gigabytes."""
+"""Most numbers in the images that the classifier is checked on: two gigabytes."""
+
+
+def engine_of(defense: Any) -> Engine:
+    """The defence's engine, or the default for a defence without one."""
+    return getattr(defense, "engine", None) or Engine()
+
+
+def output_count(classifier: Any, images: Tensor) -> int:
+    """Number of logits that the classifier returns for these images."""
+    with torch.no_grad(), evaluating(classifier):
+        return int(show(classifier, images, None).shape[1])
 
 
 def measure_tau(
@@ -38,19 +49,19 @@ def measure_tau(
     *,
     engine: Engine | None = None,
 ) -> tuple[Measured, Drift] | None:
-    """On a few images from all over the run, for the defence's engine or this one; None for a defence without a
-    classifier."""
+    """Measure τ on a few images spread over the run; None for a defence without a classifier."""
     if getattr(defense, "classifier", None) is None:
         return None
     device, masks = device_of(defense), _masks(defense)
-    engine = engine or getattr(defense, "engine", None) or Engine()
+    engine = engine or engine_of(defense)
     if not hasattr(defense, "with_engine"):  # its certificates do not rest on τ: the check of the classifier is enough
         small = FEWEST_COPIES if engine.batch_size == "auto" else engine.batch_size
         engine = replace(engine, precision="fp32", compile=False, batch_size=small)
     work = len(indices) * int(getattr(defense, "most_passes", len(masks)))
-    copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
     if _in_float32(engine, device):
         copies = max(FEWEST_COPIES, min(MOST_COPIES, len(indices) * len(masks) // SHARE))
+    else:
+        copies = MANY_COPIES if work >= MANY_PASSES else MOST_COPIES
     height, width = defense.threat.image_size
     wanted = max(FEWEST_COPIES, min(copies, CHECKED_FLOATS // (3 * height * width)))
     spread = [indices[i] for i in evenly_spread(wanted, len(indices))]
@@ -64,17 +75,16 @@ def measure_tau(
 
 
 def measure_on_generated(defense: Any) -> tuple[Measured, Drift] | None:
-    """On generated images: an image that somebody hands in must not choose its own τ."""
+    """Measure τ on generated images, because an image that somebody hands in must not choose its own τ."""
     if getattr(defense, "classifier", None) is None:
         return None
-    images = generated_images(64, defense)
-    engine = getattr(defense, "engine", None) or Engine()
+    images, engine = generated_images(64, defense), engine_of(defense)
     copies = len(images) if _in_float32(engine, images.device) else MOST_COPIES
     return _measured(defense, engine, images.contiguous(memory_format=torch.channels_last), copies)
 
 
 def generated_images(count: int, defense: Any) -> Float[Tensor, "n c h w"]:
-    """Random colour gradients of several scales with some noise, the same ones every time, for its network."""
+    """Return random colour gradients of several scales with some noise, the same at every call."""
     channels, size = len(mask_colour(defense.classifier) or (0.5,) * 3), defense.threat.image_size
     generator = torch.Generator().manual_seed(0)
     images = torch.zeros(count, channels, *size)
@@ -106,7 +116,6 @@ def _in_float32(engine: Engine, device: torch.device) -> bool:
 
 
 def _masks(defense: Any) -> Any:
-    """The occlusions to measure under: the defence's own, or those of a covering set."""
-    threat: PatchThreat = defense.threat
+    """The defence's own occlusions or masks, or else a covering set."""
     own = getattr(defense, "occlusions", getattr(defense, "masks", None))
-    return covering_masks(threat, per_axis=3) if own is None else own
+    return covering_masks(defense.threat, per_axis=3) if own is None else own

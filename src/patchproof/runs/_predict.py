@@ -1,4 +1,4 @@
-"""Prediction: the defended answer for images of your own, and what is proved about it."""
+"""`predict`: the defence's answers for any images, each with its certificate."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess, reading, to_rgb, unit_floats
-from patchproof.defenses import (
-    DEFENSES,
-    Defense,
-    MaskedDefense,
-    assess,
-    defense,
-    device_of,
-    require_defense,
-)
+from patchproof.defenses import DEFENSES, Defense, MaskedDefense, assess, defense, device_of, require_defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
@@ -37,20 +29,20 @@ from patchproof.runs._reading import StoredCertification, printable
 from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, require_kinds
 
 SMALL = 64
-"""An image smaller than this on both sides is enlarged whole, as the 32-pixel data sets are."""
-
-DECODERS = 2
+"""An image smaller than this on both sides is enlarged whole, like those of the 32-pixel data sets."""
 
 FIRST = 4
-"""Images that are answered together at first; then twice as many, and so on: the first answers do not wait for all."""
+"""Images in the first batch; each later batch has twice as many, so that the first answers come soon."""
 
 USABLE = "image file, PIL image or float tensor (c h w)"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image; −1 is an alarm. `certified`: no patch of the threat on this very image changes it
-    (detection: but into an alarm)."""
+    """The answer for one image; label −1 is an alarm.
+
+    If `certified`, no patch of the threat on this very image changes the answer, except into an alarm (detection).
+    """
 
     path: str
     label: int
@@ -63,21 +55,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Unusable:
-    """An image that cannot be answered, and why."""
+    """An image that cannot be answered, with the reason."""
 
     path: str
     reason: str
 
 
 class Predictions(list[Prediction | Unusable]):
-    """Answers in the order of the images; `misjudged` counts those that a fast precision got further from float32 than
-    its τ allows: float32 answered them."""
+    """Answers in the order of the images."""
 
     misjudged: int = 0
+    """Number of images that float32 answered, because a fast precision was further from it than its τ allows."""
 
 
 DefenseFor = Defense | Callable[[Size], Defense]
-"""One defence for all images, or the one for images of a native size."""
+"""A defence, or a function that returns the defence for images of a native size."""
 
 
 def predict(
@@ -87,11 +79,11 @@ def predict(
     on_answer: Callable[[Prediction | Unusable], None] | None = None,
     preprocessing: Preprocessing | None = None,
 ) -> Predictions:
-    """Answers in the order of the images, which are files, PIL images, or float tensors (c h w) in [0, 1] of the input
-    size; the next batch is decoded while this one is evaluated. What cannot be used is answered with an `Unusable`.
+    """Answer and certify each image: files, PIL images, or float tensors (c h w) in [0, 1] of the input size.
 
-    Without a measured engine, τ is measured on generated images, never on those given, which may be hostile. An image
-    that a fast precision misjudges is answered, and certified, in float32.
+    Answers come in the order of the images; an image that cannot be read gets an `Unusable`. Unless the engine is
+    measured, τ is measured on generated images and never on those given, which may be hostile. An image that a fast
+    precision misjudges is answered, and certified, in float32.
     """
     if isinstance(defense, nn.Module) or not callable(defense):
         require_defense(defense)
@@ -104,7 +96,7 @@ def predict(
     lock, given = threading.Lock(), preprocessing or getattr(defense, "preprocessing", None)
 
     def read(image: Path | str | Image.Image | Tensor) -> tuple[Any, Tensor]:
-        """The defence that answers, and the input of its classifier: the image's size alone decides both."""
+        """Decode an image; return the defence for its size and the input of the classifier."""
         pixels: Any
         with reading("image"):
             if isinstance(image, Tensor):
@@ -120,19 +112,20 @@ def predict(
                 if hasattr(chosen, "with_engine") and not isinstance(chosen.engine, Measured):
                     measured = measure_on_generated(chosen)
                     ready = chosen if measured is None else chosen.with_engine(measured[0])
-                known[id(chosen)] = chosen, as_judge(ready)  # holds on to `chosen`, whose id is the key
+                known[id(chosen)] = chosen, as_judge(ready)  # keeps `chosen` alive, since its id is the key
             ready = known[id(chosen)][1]
         small, input_size = max(size) < SMALL, ready.threat.image_size
         how = given or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
         return ready, preprocess(pixels, how)
 
-    answers, size = Predictions(), getattr(defense, "images_at_once", IMAGES_AT_ONCE)
-    start, piece = 0, min(FIRST, size)
+    most = getattr(defense, "images_at_once", IMAGES_AT_ONCE)
+    start, size = 0, min(FIRST, most)
+    answers = Predictions()
     before: list[tuple[str, Future[Any]]] = []
-    with ThreadPoolExecutor(DECODERS, thread_name_prefix="patchproof-decode") as pool:
+    with ThreadPoolExecutor(2, thread_name_prefix="patchproof-decode") as pool:
         while start < len(images) or before:
             batch = []
-            for number, image in enumerate(images[start : start + piece], start):
+            for number, image in enumerate(images[start : start + size], start):
                 if not isinstance(image, (Path, str, Image.Image, Tensor)):
                     raise InputError(f"image {number} is no {USABLE}, but {kind_of(image)}")
                 name = image if isinstance(image, (Path, str)) else getattr(image, "filename", "") or f"{number:05d}"
@@ -141,12 +134,12 @@ def predict(
                 answers.append(answer)
                 if on_answer is not None:
                     on_answer(answer)
-            start, piece, before = start + piece, min(2 * piece, size), batch
+            start, size, before = start + size, min(2 * size, most), batch
     return answers
 
 
 def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> Iterator[Prediction | Unusable]:
-    """One `assess` for all images that are seen in the same way."""
+    """Answer a batch; images of one defence, kind and size are evaluated together."""
     answers: dict[int, Prediction | Unusable] = {}
     alike: dict[Any, tuple[Any, dict[int, Tensor]]] = {}
     for position, (path, image) in enumerate(batch):
@@ -163,7 +156,7 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
             ready.evaluator.audit = audit
         found = assess(ready, images).to("cpu")
         wrong = torch.tensor(sorted(audit.exceeded), dtype=torch.int64)
-        if len(wrong):  # once more in float32, where the fast precision was off by more than its τ allows
+        if len(wrong):  # the fast precision was off by more than its τ allows: repeat in float32
             engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
             sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
             found.predictions[wrong] = sure.predictions
@@ -176,7 +169,8 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
         for row, position in enumerate(group):
             label, margin = int(found.predictions[row]), float(proof.margin[row])
             name = f"class {label}" if names is None else str(names[label])
-            if names is not None and (words := wordnet_words(names[label])):  # what a WordNet id stands for
+            words = wordnet_words(name)
+            if words:  # the name is a WordNet id
                 name = f"{words} ({name})"
             answers[position] = Prediction(
                 path=batch[position][0],
@@ -187,11 +181,12 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
                 forwards=int(proof.forwards[row]),
                 remarks={name: values[row].item() for name, values in found.remarks.items()},
             )
-    return (answers[position] for position in range(len(batch)))
+    for position in range(len(batch)):
+        yield answers[position]
 
 
 def image_files(path: Path) -> list[Path]:
-    """The file itself, or every image below the folder in a fixed order."""
+    """Return the file itself, or all images below the folder in a fixed order."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -204,7 +199,7 @@ def image_files(path: Path) -> list[Path]:
 
 
 def stored_defense(run: StoredCertification, classifier: Any) -> Any:
-    """The defence that a certification was about, with its masks or options, precision and τ, on the same weights."""
+    """Rebuild the defence of a certification, with its masks or options, precision and τ, on the same weights."""
     found, wanted = weights_sha256(classifier), run.weights_sha256
     if wanted is None or found != wanted:
         raise CheckError(
@@ -221,10 +216,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if run.masks is not None:
         return kind(classifier, run.masks, threat, engine=engine)
     options = {option: run.config[option] for option in kind.Options.__dataclass_fields__ if option in run.config}
-    try:
-        built = defense(run.defense, classifier, threat, engine=engine, **options)
-    except TypeError as error:
-        raise CheckError(f"{run.folder / 'manifest.json'} is damaged ({error})") from error
+    built = defense(run.defense, classifier, threat, engine=engine, **options)
     recorded = run.manifest["identity"]["defense"]
     for name, value in plain(built.describe()).items():
         if name not in ("precision", "compile") and recorded.get(name) != value:
@@ -236,14 +228,16 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
 
 
 def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
-    """`stored_defense` for images of any size: where the patch is measured on the original image, its footprint and the
-    masks depend on that image's size."""
+    """Rebuild the defence of a certification for images of any size.
+
+    If the patch is measured on the original image, its footprint and the masks depend on the size of that image.
+    """
     stored = stored_defense(run, classifier)
     if not run.native:
         return stored
 
     @cache
-    def of(native: Size) -> Any:
+    def for_size(native: Size) -> Any:
         how = run.preprocessing or preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
         threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
@@ -251,5 +245,5 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
             return replace(stored, threat=threat)
         return replace(stored, masks=masks_for(classifier, threat, per_axis=run.axes or 3), threat=threat)
 
-    of.preprocessing = run.preprocessing  # type: ignore[attr-defined]  # footprints are those of these pixels alone
-    return of
+    for_size.preprocessing = run.preprocessing  # type: ignore[attr-defined]  # the footprints hold only for it
+    return for_size

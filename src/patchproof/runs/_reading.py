@@ -1,7 +1,7 @@
-"""Run folders read without changing them, for reports, the explorer and listings.
+"""Stored runs, read without changing their folders, for reports, the explorer and listings.
 
-A manifest that is not exactly what was written is an error: nothing is shown of a run that cannot say what it measured.
-Every number comes from records.jsonl or log.jsonl; results.json is compared with the records, and gives the time.
+A damaged manifest is an error, because it alone says what was measured. Every number comes from records.jsonl or
+log.jsonl; results.json gives the time, and is compared with the records.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import lzma
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,10 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from patchproof.data import ImageSource, evenly_spread, open_dataset
+from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
 from patchproof.models import wordnet_words
-from patchproof.runs._folder import (
-    UNREADABLE,
-    being_written,
-    read_json,
-    read_lines,
-    read_manifest,
-    read_results,
-)
+from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import (
@@ -45,8 +37,6 @@ from patchproof.types import (
 )
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
-OLD_RUNS = {"name": "patchcleanser", "guarantee": "recovery"}
-"""The defence of old runs, whose manifests name none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +45,21 @@ class _Stored:
     folder: Path
     manifest: Mapping[str, Any]
     about: str
-    """`small (runs/plain/checkpoint-last) on fashion-mini (test)`: the network, with the weights that the command line
-    names, and the images that it was certified on or learned from."""
+    """Network, its weights and the images, e.g. `small (runs/plain/checkpoint-last) on fashion-mini (test)`."""
     weights_sha256: str | None
     seconds: float | None
     notices: tuple[str, ...]
-    """What is doubtful."""
+    """Doubts that belong next to the run's numbers."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The command line's settings; empty for a run made from Python."""
+        """Settings of the command line; empty for a run made from Python."""
         return self.manifest.get("config") or {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCertification(_Stored):
-    """A run of `certify` or `attack`: at most one record per image, and what it was made with."""
+    """A run of `certify` or `attack`: at most one record per image, and the settings."""
 
     records: tuple[Record, ...]
     class_names: Mapping[int, str]
@@ -100,17 +89,17 @@ class StoredCertification(_Stored):
 
     @cached_property
     def rates(self) -> dict[str, Rate]:
-        """The accuracies; `undefended` is missing where the defence has no classifier of its own to ask."""
+        """The three accuracies; `undefended` is missing if the defence has no classifier of its own."""
         return {name: rate for name, rate in rates(self.good).items() if rate.n or not self.good}
 
     @cached_property
     def attacks(self) -> tuple[Record, ...]:
-        """The records that say what attacks did; none of a run of `certify`."""
+        """Records with the findings of attacks; none in a run of `certify`."""
         return tuple(record for record in self.good if record.attack is not None)
 
     @property
     def axes(self) -> Size | None:
-        """Masks per axis, vertical and horizontal; None where the masks form no grid."""
+        """Masks per axis, vertical and horizontal; None if the masks form no grid."""
         try:
             return None if self.masks is None else (len(self.masks.axes[0]), len(self.masks.axes[1]))
         except InputError:
@@ -122,15 +111,17 @@ class StoredCertification(_Stored):
 
     @property
     def patch_percent(self) -> float | None:
-        """The largest patch's share of the network input's area."""
+        """Area of the largest patch, in percent of the network input."""
         if self.image_size is None or not self.patch_sizes:
             return None
         return 100 * max(h * w for h, w in self.patch_sizes) / (self.image_size[0] * self.image_size[1])
 
     @property
     def threat(self) -> tuple[object, ...]:
-        """What its certificates are about, apart from the input's resolution: number of patches, threat space, and the
-        sizes, as shares of the input's height and width, or as they were asked for on the original image."""
+        """Number of patches, threat space and patch sizes, for comparing runs with inputs of different resolution.
+
+        Sizes are shares of the input's height and width; native ones are as they were asked for on the original image.
+        """
         if self.native:
             return self.patches, self.native, self.config.get("patch")
         height, width = self.image_size or (1, 1)
@@ -158,26 +149,25 @@ class StoredEpoch:
     undefended: Rate
     certified: Rate
     one_class: bool = False
-    """Does the network answer one class nearly always? Earlier runs do not say."""
+    """True if the network nearly always answers one class; earlier runs did not record this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTraining(_Stored):
-    """A run of `train`: one loss per step, validation accuracies per epoch; the weights are those of the last
-    checkpoint of a finished training."""
+    """A run of `train`: one loss per step, validation accuracies per epoch, and the digest of the final weights."""
 
     losses: tuple[tuple[int, float], ...]
     epochs: tuple[StoredEpoch, ...]
     strategy: str
     search_passes: int | None
-    """Extra passes per image that the strategy takes, forward and backward, as the paper counts them."""
+    """Extra passes per image for the strategy's search, forward and backward, as the paper counts them."""
     mask_patch: str
     selected_on: str | None
-    """Which images choose the best epoch, in words; None where the run does not say."""
+    """Images on which the best epoch is chosen, in words; None if the run does not say."""
 
     @property
     def best(self) -> StoredEpoch | None:
-        """The epoch in `checkpoint-best`: most certified, then most right, the first of equals."""
+        """The epoch in `checkpoint-best`: highest certified, then undefended accuracy; the first of equals."""
         return max(self.epochs, key=lambda e: (e.certified.k, e.undefended.k, -e.epoch), default=None)
 
 
@@ -185,7 +175,7 @@ StoredRun = StoredCertification | StoredTraining
 
 
 def read_runs(folders: Sequence[Path | str]) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Each folder once, in order, named by the shortest end of its path that no other folder shares."""
+    """Read each folder once, in order; name it by the shortest end of its path that no other folder shares."""
     unique: dict[Path, Path | str] = {}
     for folder in folders:
         unique.setdefault(Path(os.path.realpath(folder)), folder)  # Path.resolve fails on links that form a loop
@@ -199,7 +189,7 @@ def read_runs(folders: Sequence[Path | str]) -> tuple[list[StoredCertification],
 
 
 def read_run(folder: Path | str, name: str | None = None) -> StoredRun:
-    """The run in this folder; InputError where there is none, CheckError where it cannot be trusted."""
+    """Read the run in this folder; InputError if there is none, CheckError if it cannot be trusted."""
     require_run(folder)
     folder = Path(folder)
     path = folder / "manifest.json"
@@ -223,66 +213,65 @@ def read_run(folder: Path | str, name: str | None = None) -> StoredRun:
 def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredCertification:
     identity, data = manifest["identity"], manifest["data"]
     model, config = manifest.get("model") or {}, manifest.get("config") or {}
-    defense = identity.get("defense", OLD_RUNS | {key: identity.get(key) for key in ("patch_sizes", "exhaustive")})
+    # Old manifests name no defence, because there was only one.
+    defense = identity.get("defense") or {"name": "patchcleanser", "guarantee": "recovery", **identity}
     drawn = manifest.get("masks")
     masks = drawn and MaskSet(whole_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
     size: Any = defense.get("image_size") or (masks and masks.image_size)
-    images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
-    if images is None:
-        raise ValueError(f"images: {identity['images']!r}")
-    planned, available = int(images[1]), int(images[2])
+    planned, available = map(int, identity["images"].split(" of "))
     guarantee = manifest.get("guarantee") or defense["guarantee"]
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
     read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
-    records = tuple({record.index: record for record in reversed(read)}.values())[::-1]  # the first of each image
+    first: dict[int, Record] = {}
+    for record in read:
+        first.setdefault(record.index, record)  # a repeated image counts once
     results = read_results(folder)
-    fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
-    how: dict[str, Any] = identity.get("preprocessing") or {}
-    how = {key: tuple(value) if isinstance(value, list) else value for key, value in how.items()}
-    # Labels are the classifier's outputs; where these have no names, the data set's are theirs if there are as many.
+    fill = model.get("fill") or model.get("mean")
+    how: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in (identity.get("preprocessing") or {}).items()
+    }
+    # Labels are outputs of the classifier. If those have no names, the data set's names are used if there are as many.
     classes = data["class_names"] if model.get("classes") in (None, len(data["class_names"])) else ()
+    architecture = identity.get("architecture") or "no classifier"
     run = StoredCertification(
         name=name,
         folder=folder,
         manifest=manifest,
-        about=_about(manifest, identity.get("architecture") or "no classifier", data),
-        records=records,
+        about=_about(manifest, architecture, data),
+        records=tuple(first.values()),
         class_names=class_words(dict(enumerate(model.get("class_names") or classes))),
         seconds=_seconds((results or {}).get("cost")),
         notices=(),
         dataset=printable(data["name"]),
-        architecture=printable(identity.get("architecture") or "no classifier"),
+        architecture=printable(architecture),
         weights=_text(config.get("weights")),
         defense=printable(defense.get("name") or "unnamed"),
         guarantee=guarantee,
         image_size=None if size is None else whole_size(size),
         patch_sizes=tuple(map(whole_size, defense.get("patch_sizes") or ())),
-        patches=2 if defense.get("patches") == 2 else 1,
+        patches=defense.get("patches", 1),
         native=config.get("threat_space") == "native",
         masks=masks,
         preprocessing=Preprocessing(**how) if how else None,
         fill=None if fill is None else tuple(map(float, fill)),
         planned=planned,
         available=available,
-        data_sha256=_text(identity.get("data_sha256")),
-        weights_sha256=_text(identity.get("weights_sha256")),
+        data_sha256=identity.get("data_sha256"),
+        weights_sha256=identity.get("weights_sha256"),
         precision=printable(manifest.get("precision") or "fp32"),
         device=printable(manifest["device"]),
-        tau=None if tau is None else float(tau),
+        tau=(manifest.get("tau") or {}).get("fp32"),
         exhaustive=defense.get("exhaustive") is True,
     )
-    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(records))))
+    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(first))))
 
 
 def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
-    """What the run says of its network; odd records, why they do not cover the whole data set, and how results.json
-    contradicts them."""
+    """Remarks on the network, odd records, why they do not cover the data set, and contradictions with results.json."""
     yield from map(printable, run.manifest.get("remarks") or ())
     if repeated:
         yield f"{count_words(repeated, 'record repeats', 'records repeat')} an image; the first of each counts"
-    places = evenly_spread(run.planned, run.available)
-    plan = places if isinstance(places, range) else set(places)
-    strangers = sum(record.index not in plan for record in run.records)
+    strangers = sum(not is_planned(record.index, run.planned, run.available) for record in run.records)
     if strangers:
         words = count_words(strangers, "record is about an image", "records are about images")
         yield f"{words} that the manifest did not plan; they are counted"
@@ -300,9 +289,10 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
     if not run.records:
         yield "there is no record yet, so there is nothing to count"
     if results is None:
-        if len(run.records) >= run.planned:  # else it is yet to be written
-            how = "the accuracies are counted from the records, the time is not known"
-            yield f"results.json is missing or damaged; {how}"
+        if len(run.records) >= run.planned:  # otherwise it has not been written yet
+            yield (
+                "results.json is missing or damaged; the accuracies are counted from the records, the time is not known"
+            )
         return
     attacked = len(run.attacks) == len(run.good)
     names = [name for name in ATTACK_ACCURACIES if name in ACCURACIES or (attacked and name in results)]
@@ -316,13 +306,20 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
         yield f"results.json contradicts the records, which count: it says {'; '.join(wrong)}"
 
 
+def is_planned(image: int, planned: int, available: int) -> bool:
+    """True if the image is in `evenly_spread(planned, available)`, which may be too long to build."""
+    position = -(-image * planned // available) if image < available else planned
+    return position < planned and position * available // planned == image
+
+
 def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
     found, notices = _lines(folder / "log.jsonl", _log_line)
     losses = dict(value for value in found if not isinstance(value, StoredEpoch))
     epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
     results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
     for said in (results or {}).get("epochs") or ():
-        if (logged := epochs.get(index(said["epoch"]))) is not None and logged != _epoch(said):
+        logged = epochs.get(index(said["epoch"]))
+        if logged is not None and logged != _epoch(said):
             notices.append(f"results.json and log.jsonl contradict each other about epoch {logged.epoch}")
     if isinstance(total, int) and done < total:
         notices.append(f"partial: {done:,} of {total:,} steps are done; {_goes_on(folder)}")
@@ -357,7 +354,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
 def _about(manifest: Mapping[str, Any], architecture: str, data: Mapping[str, Any]) -> str:
     weights, split = (manifest.get("config") or {}).get("weights"), data.get("split")
     network = f"{architecture} ({shortened_name(str(weights), 40)})" if weights else architecture
-    return printable(f"{network} on {data['name']}" + f" ({split})" * bool(split))
+    return printable(f"{network} on {data['name']}{f' ({split})' if split else ''}")
 
 
 def _goes_on(folder: Path) -> str:
@@ -382,7 +379,7 @@ def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
 
 
 def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """Values of the sound lines of a JSONL file, as written or kept as .xz, and notices about the others."""
+    """Parse the sound lines of a JSONL file, plain or packed (.xz); return their values, and notices about others."""
     packed = path.with_name(f"{path.name}.xz")
     try:
         content = path.read_bytes() if path.exists() or not packed.exists() else lzma.decompress(packed.read_bytes())
@@ -404,7 +401,7 @@ def _text(value: Any) -> str | None:
 
 
 def _mask(numbers: Any) -> Rects:
-    """A rectangle's four numbers, or those of several."""
+    """One rectangle from its four numbers, or several rectangles."""
     if all(isinstance(part, list) for part in numbers):
         return tuple(Rect(*map(index, rect)) for rect in numbers)
     return Rect(*map(index, numbers))
@@ -416,7 +413,7 @@ def _seconds(cost: Any) -> float | None:
 
 
 def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | None = None) -> ImageSource | str:
-    """The images that were certified, or that a training validated on; if they are gone or changed, the reason."""
+    """Open the images that were certified or validated on; return the reason if they are gone or changed."""
     config, identity = run.config, run.manifest["identity"]
     name = dataset or _text(config.get("validation")) or _text(config.get("dataset"))
     own = _text(config.get("data_dir"))
@@ -438,8 +435,11 @@ def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | Non
 
 
 def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] = ()) -> Iterator[tuple[Path, bool]]:
-    """Candidate paths of the run's weights, and whether its settings name them: relative to the working directory or a
-    parent of the run; then checkpoints beside the run and of the given trainings."""
+    """Yield candidate paths of the run's weights, and whether its settings name them.
+
+    Named paths are relative to the working directory or a parent of the run. Then come the checkpoints next to the run
+    and those of the given trainings.
+    """
     folder = run.folder.resolve()
     if run.weights is not None:
         yield from ((parent / Path(run.weights).expanduser(), True) for parent in (Path.cwd(), *folder.parents))
@@ -448,7 +448,7 @@ def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] =
 
 
 def printable(text: str) -> str:
-    """`visible`, in at most 200 characters."""
+    """The text on one line of at most 200 characters that can be shown."""
     return shortened(visible(text), 200)
 
 
@@ -457,7 +457,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def shortened_name(name: str, longest: int) -> str:
-    """Without its middle: what tells runs apart is mostly at the end."""
+    """Shorten a name in the middle, because names of runs mostly differ at the end."""
     head = longest // 3
     return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
 
@@ -467,7 +467,7 @@ def count_words(count: int, singular: str, plural: str) -> str:
 
 
 def class_words(names: Mapping[int, str]) -> dict[int, str]:
-    """Class names in words: WordNet ids, as ImageNet's folders have them, by what they stand for."""
+    """Class names in words: WordNet ids, the folder names of ImageNet, are replaced by their meaning."""
     words = {label: wordnet_words(name) or name for label, name in names.items()}
     counts = Counter(words.values())
     return {k: printable(f"{word} ({names[k]})" if counts[word] > 1 else word) for k, word in words.items()}

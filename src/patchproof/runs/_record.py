@@ -1,4 +1,4 @@
-"""One line per image: what was found, every percentage counted from these lines, with its exact interval."""
+"""One record per image, and the accuracies counted from the records with their exact intervals."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from patchproof.types import InputError
+
 ACCURACIES = ("undefended", "defended", "certified")
 ATTACK_ACCURACIES = ("undefended", "undefended_attacked", "defended", "attacked", "certified")
 
 FEW = 4
-"""Of fewer images nothing is concluded."""
+"""Fewest images for which a conclusion is drawn."""
 
 LARGEST = 2**63 - 1
-"""No index, label or count is larger."""
+"""Largest index, label or count that a record may hold."""
 
 
 @dataclass(frozen=True)
 class AttackFindings:
-    """What attacks did to an image: is the answer still right under every patch tried?
+    """Whether the answers for an image stayed right under every patch tried; None if no patch was tried.
 
-    None where nothing was tried. `place` (top, left, height, width) and `attacked_label` belong to the patch that
-    changed a right answer of the defence, and are None if none did. `passes` counts the copies the attacks evaluated,
-    `queries` the answers they asked for.
+    `place` and `attacked_label` belong to the patch that changed a right answer of the defence, if one did. `passes`
+    counts the copies that the attacks evaluated, `queries` the answers that they asked for.
     """
 
     undefended_attacked: bool | None = None
     attacked: bool | None = None
     place: tuple[Any, ...] | None = None
-    """(top, left, height, width) of the patch; of two patches, one after the other."""
+    """Location (top, left, height, width) of the patch; with two patches, a tuple of two locations."""
     attacked_label: int | None = None
     passes: int = 0
     queries: int = 0
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """One place for each patch; none where no patch changed the defence's answer."""
+        """One location per patch; empty if no patch changed the defence's answer."""
         if self.place is None:
             return ()
         return self.place if all(isinstance(part, tuple) for part in self.place) else (self.place,)
@@ -48,10 +49,10 @@ class AttackFindings:
 
 @dataclass(frozen=True)
 class Record:
-    """What was found about one image. A bad image has an `error` and no findings, and is counted nowhere.
+    """The findings for one image. A bad image has an `error` and no findings, and no accuracy counts it.
 
-    `evidence` is the defence's own, JSON values by name: for PatchCleanser `witness`, the two masks of the copy that
-    decided and the label it answered.
+    `evidence` holds the defence's own JSON values by name: for PatchCleanser `witness`, the two masks of the copy that
+    decided and the label of that copy.
     """
 
     index: int
@@ -66,16 +67,22 @@ class Record:
     attack: AttackFindings | None = None
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        taken = FIELDS & self.evidence.keys()
+        if taken:
+            raise InputError(f"evidence cannot be called {min(taken)!r}: that is a field of every record")
+
     def line(self) -> str:
-        values = {name: getattr(self, name) for name in BASE}
-        values |= self.evidence
-        values |= {} if self.attack is None else asdict(self.attack)
-        values |= {} if self.error is None else {"error": self.error}
+        values = {name: getattr(self, name) for name in BASE} | dict(self.evidence)
+        if self.attack is not None:
+            values.update(asdict(self.attack))
+        if self.error is not None:
+            values["error"] = self.error
         return json.dumps(values, ensure_ascii=True, allow_nan=False) + "\n"
 
     @classmethod
     def parse(cls, line: str) -> Record:
-        """The record of one line; ValueError if it is not one, or if something that is counted is not a number."""
+        """Read one line; ValueError if it is not a record or a value has the wrong type or range."""
         values = json.loads(line)
         if not isinstance(values, dict) or not {"index", "path", "label"} <= set(values):
             raise ValueError("not a record")
@@ -84,52 +91,44 @@ class Record:
         attack = None
         if "attacked" in values:
             found = {name: values.pop(name) for name in ATTACK if name in values}
-            place = found.pop("place", None)
-            place = place and tuple(tuple(part) if isinstance(part, list) else part for part in place)
-            attack = AttackFindings(**found, place=place)
+            if found.get("place") is not None:
+                found["place"] = tuple(tuple(part) if isinstance(part, list) else part for part in found["place"])
+            attack = AttackFindings(**found)
         record = cls(**base, evidence=values, attack=attack, error=error)
+        attack = attack or AttackFindings()
         if not isinstance(record.path, str) or not isinstance(error, str | None):
             raise ValueError("a path and an error are text")  # noqa: TRY004
-        attack = attack or AttackFindings()
-        label = 0 if error is not None and record.label == -1 else record.label  # −1: not even its label could be read
-        places = attack.places or ((0, 0, 0, 0),)
-        whole = [record.index, label, record.forwards, *(value for place in places for value in place)]
-        whole += [attack.passes, attack.queries, attack.attacked_label or 0]
-        if not all(type(value) is int and 0 <= value <= LARGEST for value in whole) or {*map(len, places)} != {4}:
-            raise ValueError(f"indices, labels, counts and the four of a place are whole numbers up to {LARGEST}")
-        known = () if error is not None else (record.defended, record.certified)
-        maybe = (attack.undefended_attacked, attack.attacked, None if error is not None else record.undefended)
-        if not all(isinstance(f, bool) for f in known) or not all(isinstance(f, bool | None) for f in maybe):
+        counts = [record.index, record.forwards, attack.passes, attack.queries, attack.attacked_label or 0]
+        if error is None or record.label != -1:  # −1: the label of a bad image could not be read either
+            counts.append(record.label)
+        for place in attack.places:
+            if len(place) != 4:
+                raise ValueError("a location is (top, left, height, width)")
+            counts += place
+        if not all(type(count) is int and 0 <= count <= LARGEST for count in counts):
+            raise ValueError(f"indices, labels, counts and locations are whole numbers up to {LARGEST}")
+        required = (record.defended, record.certified) if error is None else ()
+        optional = (record.undefended, attack.undefended_attacked, attack.attacked)
+        if not all(isinstance(f, bool) for f in required) or not all(isinstance(f, bool | None) for f in optional):
             raise ValueError("a record needs its findings, which are true, false or null")
-        number = isinstance(record.margin, int | float) and not isinstance(record.margin, bool)
-        if record.margin is not None and not (number and abs(record.margin) <= sys.float_info.max):
+        margin = 0 if record.margin is None else record.margin
+        if type(margin) not in (int, float) or not abs(margin) <= sys.float_info.max:
             raise ValueError("a margin is a finite number")
         return record
 
     @property
     def broken(self) -> bool:
-        """Certified, and yet a patch changed the answer: the proof or the program is wrong."""
+        """True if a patch changed a certified answer: then the proof or the program is wrong."""
         return bool(self.certified) and self.attack is not None and self.attack.attacked is False
 
     def finding(self, name: str) -> bool | None:
-        """One of the accuracies' findings, by name."""
+        """Return the finding that the accuracy `name` counts."""
         return getattr(self, name) if name in ACCURACIES else getattr(self.attack, name, None)
 
 
 BASE = tuple(f.name for f in fields(Record) if f.name not in ("evidence", "attack", "error"))
 ATTACK = tuple(f.name for f in fields(AttackFindings))
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`witness.label` becomes `label` inside `witness`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            found.setdefault(outer, {})[inner] = value
-        else:
-            found[outer] = value
-    return found
+FIELDS = {*BASE, *ATTACK, "error"}
 
 
 @dataclass(frozen=True)
@@ -145,20 +144,19 @@ class Rate:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        from scipy.special import betaincinv  # a second that `patchproof --help` should not take
+        from scipy.special import betaincinv  # importing scipy takes a second, too long for `patchproof --help`
 
         low = float(betaincinv(self.k, self.n - self.k + 1, 0.025)) if self.k else 0.0
         high = float(betaincinv(self.k + 1, self.n - self.k, 0.975)) if self.k < self.n else 1.0
         return low, high
 
     def as_dict(self) -> dict[str, Any]:
-        low, high = self.interval
-        return {"k": self.k, "n": self.n, "rate": self.rate, "interval": [low, high]}
+        return {"k": self.k, "n": self.n, "rate": self.rate, "interval": list(self.interval)}
 
 
 @dataclass
 class Tally:
-    """Counts over records as they come; an accuracy of `names` is counted over the records that have that finding."""
+    """Running counts over records; each accuracy in `names` counts only the records that have its finding."""
 
     names: Sequence[str] = ACCURACIES
     done: int = 0
@@ -184,22 +182,22 @@ class Tally:
             if record.attack is not None:
                 self.passes += record.attack.passes
                 self.queries += record.attack.queries
-                self.broken += [record.index] if record.broken else []
+            if record.broken:
+                self.broken.append(record.index)
         return self
 
     def rates(self) -> dict[str, Rate]:
-        """Each accuracy, over the records that have that finding."""
         return {name: Rate(self.right[name], self.known[name]) for name in self.names}
 
 
 def rates(records: Iterable[Record]) -> dict[str, Rate]:
-    """The three accuracies of the records that have findings."""
+    """Count undefended, defended and certified accuracy, each over the records that have the finding."""
     return Tally().add(records).rates()
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a run found; `content` is what results.json says. On processes that do not write, there are no records."""
+    """The outcome of a run; `content` is results.json. Only the process that writes the run has records."""
 
     records: tuple[Record, ...]
     rates: Mapping[str, Rate]
@@ -208,33 +206,28 @@ class Results:
 
     @property
     def undefended(self) -> Rate:
-        """The classifier alone, on clean images."""
+        """Accuracy of the classifier alone on clean images."""
         return self.rates["undefended"]
 
     @property
     def defended(self) -> Rate:
-        """The defence, on clean images."""
+        """Accuracy of the defence on clean images."""
         return self.rates["defended"]
 
     @property
     def certified(self) -> Rate:
-        """Under every patch of the threat, provably."""
+        """Accuracy that is proved under every patch of the threat."""
         return self.rates["certified"]
 
     @property
     def attacked(self) -> Rate:
-        """Of `attack`: the defence under attack, an upper bound on robust accuracy."""
-        return self._under_attack("attacked")
+        """Accuracy of the defence under `pp.attack`, an upper bound on its robust accuracy."""
+        return self.rates["attacked"]
 
     @property
     def undefended_attacked(self) -> Rate:
-        """Of `attack`: the classifier alone under attack."""
-        return self._under_attack("undefended_attacked")
-
-    def _under_attack(self, name: str) -> Rate:
-        if name not in self.rates:
-            raise AttributeError(f"these results have no `{name}`: nothing was attacked; use pp.attack")
-        return self.rates[name]
+        """Accuracy of the classifier alone under `pp.attack`."""
+        return self.rates["undefended_attacked"]
 
     @property
     def broken(self) -> tuple[Record, ...]:
@@ -243,11 +236,15 @@ class Results:
 
 
 def one_answer(records: Sequence[Record]) -> tuple[int, Rate, Rate] | None:
-    """The class that the network answers nearly always, if there is one: it is right about it, and about hardly any
-    other. How often each."""
+    """The class that a degenerate network nearly always answers, its accuracy on that class and on all others.
+
+    None unless the network is right on one class and on hardly any image of another.
+    """
     right = Counter(r.label for r in records if (r.defended if r.undefended is None else r.undefended))
-    label, k = max(right.items(), key=lambda item: item[1], default=(-1, 0))
+    if not right:
+        return None
+    label, k = right.most_common(1)[0]
     n = sum(record.label == label for record in records)
-    own, rest = Rate(k, n), Rate(sum(right.values()) - k, len(records) - n)
-    found = min(own.k, rest.n) >= FEW and 10 * rest.k <= min(own.k, rest.n)
-    return (label, own, rest) if found else None
+    own, others = Rate(k, n), Rate(right.total() - k, len(records) - n)
+    enough = min(own.k, others.n) >= FEW
+    return (label, own, others) if enough and 10 * others.k <= min(own.k, others.n) else None

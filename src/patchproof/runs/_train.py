@@ -1,4 +1,4 @@
-"""A training: fine-tuning on masked copies into a folder that a killed run continues, bit for bit on the CPU."""
+"""`train`: fine-tuning on masked copies, in a run folder; after a kill it continues, on the CPU bit for bit."""
 
 from __future__ import annotations
 
@@ -19,25 +19,19 @@ from torch import Tensor, nn
 from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches
-from patchproof.masking import Engine, Evaluator, as_images, default_batch, evaluating, masks_for, show
-from patchproof.models import (
-    ImageClassifier,
-    adopt,
-    classifier_summary,
-    match_labels,
-    save_checkpoint,
-    settled,
-    weights_sha256,
-)
-from patchproof.runs._folder import UNREADABLE, RunFolder, dump_json, read_json, write_atomically
+from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
+from patchproof.models import ImageClassifier, adopt, classifier_summary, save_checkpoint, settled, weights_sha256
+from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
 from patchproof.runs._manifest import (
     SCHEMA,
     changes_since,
     new_manifest,
+    outputs_for,
     preprocessing_facts,
     preprocessing_for,
     source_facts,
 )
+from patchproof.runs._measure import output_count
 from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
@@ -48,16 +42,10 @@ if TYPE_CHECKING:
 
     from patchproof.training.loop import StepReport, Trainer
 
-VALIDATED_AT_ONCE = 64
-SELECTED_ON_TEST = (
-    "the best epoch is chosen on the images that are also the test images ({name}, split {split}): what "
-    "checkpoint-best certifies on them is optimistic; checkpoint-last is not chosen"
-)
-
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training: the classifier that was passed in, trained in place, and what results.json says."""
+    """A finished training: the classifier that was passed in, trained in place, and the content of results.json."""
 
     classifier: Any
     results: Mapping[str, Any]
@@ -65,7 +53,7 @@ class Trained:
 
     @property
     def best(self) -> Mapping[str, Any] | None:
-        """The epoch that `checkpoint-best` holds; None without validation."""
+        """Accuracies of the epoch in `checkpoint-best`; None without validation."""
         return self.results["best"]
 
 
@@ -92,48 +80,48 @@ def train(
 ) -> Trained:
     """Fine-tune `classifier` in place on masked copies of the images of `data`.
 
-    After each epoch, `validation` images are certified with the defence `plan.validate_with`, and checkpoints saved:
-    `checkpoint-last`, from which a killed run continues, and `checkpoint-best`, by certified accuracy. `test` are the
-    images that the result is to be tested on: they are recorded, and if they are the validation images, that is noted.
-    `on_step` sees each step of this call, `on_epoch` what log.jsonl says of each epoch. With several processes
-    (torchrun, accelerate launch), pass nothing more: each takes its own GPU.
+    After each epoch, `validation` images are certified with the defence `plan.validate_with`, and checkpoints are
+    saved: `checkpoint-last`, from which a killed run continues, and `checkpoint-best`, by certified accuracy. `test`
+    are the images that the result will be tested on; the manifest records them, with a remark if they are also the
+    validation images. `on_step` gets a report of each step of this call, `on_epoch` the line of log.jsonl for each
+    epoch. Several processes (torchrun, accelerate launch) need no other arguments: each takes its own GPU.
     """
     from patchproof.training import loop
     from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
 
-    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
-        raise InputError(f"train needs an nn.Module with parameters, not {type(classifier).__name__}")
-    require_kinds(train, vars(loop) | locals())  # where its types are
+    require_kinds(train, vars(loop) | locals())  # `loop` has the types of the callbacks
     require_workers(workers)
+    if not any(parameter.requires_grad for parameter in classifier.parameters()):
+        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
     if not 0 <= checkpoint_minutes < math.inf:
         raise InputError(f"checkpoint_minutes must be a number of at least 0, not {checkpoint_minutes}")
-    plan, path = plan or Plan(), None if folder is None else Path(folder)
+    plan = plan or Plan()
+    path = None if folder is None else Path(folder)
     accelerator = accelerator or loop.start_accelerator(plan, next(classifier.parameters()).device)
     if path is None or accelerator.is_main_process:
         require_free(path, resume=resume)
-    place = None if path is None or not accelerator.is_main_process else RunFolder(path)  # that of the one that writes
+    place = RunFolder(path) if path is not None and accelerator.is_main_process else None  # only this process writes
     source = as_source(data)
     network = _as_image_classifier(classifier, source)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if plan.gutout_layer is not None:
-        named_layer(network, plan.gutout_layer)  # a folder is not begun for a layer that is not there
+        named_layer(network, plan.gutout_layer)  # refuses an unknown layer before a folder is begun
     if plan.learning_rate is None:
         plan = replace(plan, learning_rate=paper_learning_rate(network.architecture))
     training_data = loop.TrainingData(
         source,
         spread_indices(source, limit),
-        torch.tensor(match_labels(source.class_names, network, source.name)) if source.class_names else None,
+        outputs_for(source, network),
         preprocessing or preprocessing_for(network, source.low_resolution, network.input_size),
         workers=workers or default_workers(),
         skip_bad=skip_bad,
         keep_decoded=keep_decoded,
     )
-    # A copy that is only evaluated takes a fraction of the memory of one that is learned from, so up to four times as
-    # many as the step has at once still need less than the step (benchmarks/README.md). Twice as many suit `greedy`,
-    # which evaluates 9, 4, 8 and 4 copies of each image in turn: hardly a chunk is left half empty. A round of `memory`
-    # is one chunk: on a GPU a larger one would be filled up with copies of no use.
+    # A copy that is only evaluated takes a fraction of the memory of one with gradients: four times as many as in a
+    # training step still need less than the step (benchmarks/README.md). A round of `memory` is one chunk, because on a
+    # GPU a larger chunk would be padded with useless copies.
     copies = 4 if plan.strategy != "memory" else min(4, max(plan.tries()))
     chunk = max(1, copies * plan.batch_size // plan.accumulate // accelerator.num_processes)
     chunk = min(chunk, default_batch(network.input_size, accelerator.device))
@@ -141,17 +129,20 @@ def train(
     masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
     trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
-    images, validate = {"train": source_facts(source, training_data.indices)}, None
+    images = {"train": source_facts(source, training_data.indices)}
+    validate = None
     if validation is not None:
         held_out = as_source(validation)
-        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad=skip_bad)
+        validate = _validation(held_out, shipped, plan, preprocessing, skip_bad)
         images["validation"] = source_facts(held_out)
-    images |= {} if test is None else {"test": source_facts(as_source(test))}
+    if test is not None:
+        images["test"] = source_facts(as_source(test))
     manifest = _manifest(trainer, shipped, images, config)
     longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
     with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
-        notes |= {} if path is None else load_training(path / "checkpoint-last", trainer) or {}
+        if path is not None:
+            notes |= load_training(path / "checkpoint-last", trainer) or {}
         progress = Progress(None if place is None else place.path, trainer, shipped, validate, images, notes)
         if place is not None:
             cut_log(place.path / "log.jsonl", trainer.step)
@@ -164,10 +155,10 @@ def train(
             try:
                 if epoch is not None and on_epoch is not None:
                     on_epoch(epoch)
-                if on_step is not None:  # last: it may end the training
+                if on_step is not None:  # the last callback, since it may end the training
                     on_step(report)
             except BaseException:
-                if epoch is None:  # a step that was seen is on disk
+                if epoch is None:  # the end of an epoch is saved already
                     progress.save()
                 raise
             if clock - saved > 60 * checkpoint_minutes:
@@ -177,16 +168,20 @@ def train(
         network.load_state_dict(trainer.weights())
         network.source = f"trained from {network.source.removeprefix('trained from ')}"
         network.history = {"trained_on": images["train"]}
-        kept = {name: value for name, value in notes.items() if name not in ("loss", "images")}
-        results = {"schema": SCHEMA, "status": "complete", "best": notes["best"], **kept}
-        results["weights_sha256"] = weights_sha256(shipped)
+        results = {
+            "schema": SCHEMA,
+            "status": "complete",
+            **{name: notes[name] for name in ("best", "epochs", "seconds")},
+            "weights_sha256": weights_sha256(shipped),
+        }
         if place is not None:
             doubt = changes_since(manifest["identity"]["data_sha256"], source)
             if doubt is None and validation is not None:
                 doubt = changes_since(manifest["identity"]["validation_sha256"], held_out)
             if doubt is not None:
                 place.spoil(doubt)
-            write_atomically(place.path / "results.json", dump_json(results))
+                raise CheckError(doubt)
+            write_json(place.path / "results.json", results)
     accelerator.end_training()
     classifier.eval()
     return Trained(classifier, results, path)
@@ -194,27 +189,28 @@ def train(
 
 @dataclass
 class Progress:
-    """What a training has done so far, and what it leaves of that: log.jsonl, `checkpoint-last`, `checkpoint-best`."""
+    """The progress of a training, kept in log.jsonl, `checkpoint-last` and `checkpoint-best`."""
 
     path: Path | None
-    """The folder, for the one process that writes."""
+    """The run folder; None on processes that do not write."""
     trainer: Trainer
     shipped: ImageClassifier
-    """A copy of the classifier, to validate and save with the weights to keep."""
+    """A copy of the classifier with the weights to keep, for validation and checkpoints."""
     validate: Callable[[ImageClassifier], dict[str, Any]] | None
     images: Mapping[str, Mapping[str, Any]]
     notes: dict[str, Any]
-    """Saved with each checkpoint; `loss` and `images` are of the epoch so far."""
+    """Values saved with each checkpoint; `loss` and `images` are sums over the current epoch."""
 
     def log(self, kind: str, values: Mapping[str, Any]) -> None:
-        """A line of log.jsonl, one per step and one per epoch."""
         if self.path is not None:
             with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def add(self, report: StepReport, seconds: float) -> dict[str, Any] | None:
-        """Log a step; after the last of an epoch validate, note, and save. `checkpoint-best` is chosen by certified
-        accuracy, then by the undefended one. Processes that are not the main one only wait for it."""
+        """Log a step. After the last step of an epoch, validate, save checkpoints and return the epoch's facts.
+
+        `checkpoint-best` is chosen by certified, then by undefended accuracy. Only the main process returns facts.
+        """
         notes, accelerator = self.notes, self.trainer.accelerator
         self.log("step", asdict(report))
         notes["seconds"] += seconds
@@ -229,12 +225,12 @@ class Progress:
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return None
-        loss, notes["loss"], notes["images"] = notes["loss"] / notes["images"], 0.0, 0
-        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": loss, **found}
+        epoch = {"epoch": report.epoch + 1, "step": report.step, "loss": notes["loss"] / notes["images"], **found}
+        notes |= {"loss": 0.0, "images": 0}
         notes["epochs"].append(epoch)
         if found:
             best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
-            if best is epoch:  # the first of equals stays
+            if best is epoch:  # of equal epochs, the first stays
                 notes["best"] = epoch
                 if self.path is not None:
                     seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
@@ -253,14 +249,17 @@ class Progress:
 
 
 def _manifest(
-    trainer: Trainer,
-    shipped: ImageClassifier,
-    images: Mapping[str, Mapping[str, Any]],
-    config: Mapping[str, Any] | None,
+    trainer: Trainer, shipped: ImageClassifier, images: Mapping[str, Any], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """`shipped` still has the weights that training begins with."""
+    """The manifest of a training; `shipped` still has the weights that it begins with."""
     data, accelerator = trainer.data, trainer.accelerator
-    same = "test" in images and images.get("validation") == images["test"]
+    remarks = []
+    if "test" in images and images.get("validation") == images["test"]:
+        remarks.append(
+            "the best epoch is chosen on the images that are also the test images "
+            f"({images['test']['name']}, split {images['test']['split']}): what checkpoint-best certifies on them is "
+            "optimistic; checkpoint-last is not chosen"
+        )
     identity = {
         "weights_sha256": weights_sha256(shipped),
         "data_sha256": images["train"]["sha256"],
@@ -273,7 +272,7 @@ def _manifest(
     }
     facts = {
         "data": images,
-        "remarks": [SELECTED_ON_TEST.format(**images["test"])] if same else [],
+        "remarks": remarks,
         "model": classifier_summary(shipped),
         "search": {kind: getattr(trainer.strategy, kind, None) for kind in ("forwards", "backwards")},
         "steps": trainer.total_steps,
@@ -284,7 +283,7 @@ def _manifest(
 
 
 def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[str, Any], folder: Path | None) -> bool:
-    """Is it the stored training with more epochs? Refused if the steps already done would have been others."""
+    """True if this is the stored training with more epochs; refused if they would change the steps already done."""
     before, now = stored["identity"], current["identity"]
     if stored["command"] != "train" or not now["plan"]["epochs"] > before["plan"]["epochs"]:
         return False
@@ -293,35 +292,34 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
     state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
     done = int(read_json(state)["step"]) if state.exists() else 0
     per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
-    what = None if plan.loss in ("cross-entropy", "bagcert") or not done else "a loss that knows its progress"
+    reason = None
+    if done and plan.loss not in ("cross-entropy", "bagcert"):
+        reason = "a loss that knows its progress"
     if any(plan.rate(step / per_epoch) != shorter.rate(step / per_epoch) for step in range(done)):
-        what = f"the schedule `{plan.schedule}`"
-    if what is not None:
+        reason = f"the schedule `{plan.schedule}`"
+    if reason is not None:
         raise CheckError(
-            f"{folder} cannot go on to {plan.epochs} epochs: with {what} the {done} steps done depend on their number, "
-            f"which was {shorter.epochs}; train its checkpoint-last on in another folder (cross-entropy with the "
-            "schedule `constant` can always go on)"
+            f"{folder} cannot go on to {plan.epochs} epochs: with {reason} the {done} steps done depend on their "
+            f"number, which was {shorter.epochs}; train its checkpoint-last on in another folder (cross-entropy with "
+            "the schedule `constant` can always go on)"
         )
     return True
 
 
 def _validation(
-    source: ImageSource,
-    classifier: ImageClassifier,
-    plan: Plan,
-    preprocessing: Preprocessing | None,
-    *,
-    skip_bad: bool,
+    source: ImageSource, classifier: ImageClassifier, plan: Plan, preprocessing: Preprocessing | None, skip_bad: bool
 ) -> Callable[[ImageClassifier], dict[str, Any]]:
-    """Certifies the same images, decoded once, against the patch of the training masks: both accuracies, and whether
-    the network answers one class nearly always."""
+    """Return a function that certifies the validation images, decoded once, against the patch of the training masks.
+
+    It returns both accuracies, and whether the network nearly always answers one class.
+    """
     size, name = classifier.input_size, plan.validate_with
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
-    defense(name, classifier.eval(), threat)  # refuses, before an image is read, what it cannot be
+    defense(name, classifier.eval(), threat)  # refuses an unsuitable classifier before any image is read
     indices = spread_indices(source, plan.validation_images)
     how = preprocessing or preprocessing_for(classifier, source.low_resolution, size)
-    batches = list(iterate_batches(source, how, indices, batch_size=VALIDATED_AT_ONCE, skip_bad=skip_bad))
-    outputs = torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+    batches = list(iterate_batches(source, how, indices, batch_size=64, skip_bad=skip_bad))
+    outputs = outputs_for(source, classifier)
     n = sum(len(batch.indices) for batch in batches)
     if not n:
         raise InputError(f"none of the {len(indices)} validation images can be read")
@@ -346,22 +344,17 @@ def _validation(
 
 def cut_log(path: Path, step: int) -> None:
     """Remove the steps after the checkpoint, which will be repeated, and a line cut short by a kill."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        try:
-            if int(json.loads(line)["step"]) <= step:
-                kept.append(line)
-        except UNREADABLE:
-            continue
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
+
+    def done(line: str) -> str:
+        return f"{line}\n" if int(json.loads(line)["step"]) <= step else ""
+
+    if path.exists():
+        kept, _ = read_lines(path.read_bytes().splitlines(), done)
+        write_atomically(path, "".join(kept))
 
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
-    """The classifier itself, or a module of the user's own wrapped, whose input is the size of its first image."""
-    if not any(parameter.requires_grad for parameter in classifier.parameters()):
-        raise InputError("all parameters of the classifier are frozen; thaw those to train, parameter.requires_grad_()")
+    """Return the classifier, or wrap another module; if it does not say its input size, that of the first image."""
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
@@ -370,6 +363,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageCla
     own: Size = (first.shape[-2], first.shape[-1]) if isinstance(first, Tensor) else (first.height, first.width)
     size: Size = getattr(classifier, "input_size", None) or own
     channels = first.shape[0] if isinstance(first, Tensor) else 3
-    with torch.no_grad(), evaluating(classifier):
-        logits = show(classifier, torch.zeros(1, channels, *size, device=next(classifier.parameters()).device), None)
-    return adopt(classifier, input_size=size, num_classes=int(logits.shape[1]), channels=channels)
+    images = torch.zeros(1, channels, *size, device=next(classifier.parameters()).device)
+    return adopt(classifier, input_size=size, num_classes=output_count(classifier, images), channels=channels)

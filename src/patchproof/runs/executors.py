@@ -1,6 +1,6 @@
-"""Who does the work of a run: this process, or the processes that `torchrun` or `accelerate launch` has started.
+"""Executors do the work of a run: in this process, or in those that `torchrun` or `accelerate launch` has started.
 
-A run is cut into numbered pieces. An executor has them done, each once, and yields their answers in order.
+A run is cut into numbered pieces. An executor has each piece done once, and yields the answers in order.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ BEAT_SECONDS = 2.0
 DEAD_AFTER_SECONDS = 60.0
 POLL_SECONDS = 0.05
 GONE = 2**40
-"""Subtracted from the heartbeat count of a process that has finished in order."""
+"""Subtracted from the heartbeat count of a process that has finished without an error."""
 
 UNREACHABLE = (torch.distributed.DistError, ConnectionError)
 CONTINUE = "whatever was finished is on disk: resume on any number of processes"
 
-
 Job = Callable[[Iterator[int]], Iterator[tuple[int, Any]]]
-"""From the numbers of pieces, asked for one at a time, to (number, answer) of each in the same order. An answer has a
-method `dump()`, its text, in which it travels between processes."""
+"""Takes numbers of pieces, one at a time, and yields (number, answer) in the same order.
+
+An answer has a method `dump()` that returns it as text, to send it to another process.
+"""
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Does pieces of work. One process, the main one, gets all answers, and alone writes to disk."""
+    """Does pieces of work. The main process (rank 0) gets all answers, and only it writes to disk."""
 
     @property
     def rank(self) -> int: ...
@@ -46,20 +47,20 @@ class Executor(Protocol):
     def size(self) -> int: ...
 
     def at_work(self) -> Any:
-        """A context: while it lasts, the processes notice when one of them fails."""
+        """Context manager in which the processes notice if one of them fails."""
 
     def gather(self, value: Any) -> list[Any]:
-        """On the main process the values of all processes, its own first; on the others nothing."""
+        """Return the values of all processes on the main process, its own first; an empty list on the others."""
 
     def share(self, value: Any = None) -> Any:
-        """The main process's value, on every process."""
+        """Return the main process's value on every process."""
 
     def run(self, job: Job, pieces: range, load: Callable[[str], Any]) -> Iterator[Any]:
-        """Answers in the order of the pieces on the main process; on the others nothing, once all is done."""
+        """Yield the answers in order on the main process; on the others, work until no piece is left."""
 
 
 class InProcess:
-    """This process, alone."""
+    """Does all pieces in this process."""
 
     rank, size = 0, 1
 
@@ -78,10 +79,10 @@ class InProcess:
 
 
 class Torchrun:
-    """The processes of `torchrun` or `accelerate launch`, on one machine or many, each of which makes the same calls.
+    """Shares the pieces among the processes of `torchrun` or `accelerate launch`, on one machine or many.
 
-    They meet in the launcher's key-value store. A process claims a piece when it is about to begin it, so a slow one
-    just claims fewer; there are no collective operations.
+    Each process makes the same calls. They exchange values through the launcher's key-value store, without collective
+    operations. A process claims a piece when it is about to begin it, so a slow process claims fewer pieces.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
@@ -91,16 +92,10 @@ class Torchrun:
         self._run = self._calls = 0
         self._beats: dict[int, tuple[int, float]] = {}
 
-    def _fresh(self) -> str:
-        """A key that no earlier call has used; every process makes the same calls in a run."""
-        self._calls += 1
-        return f"{self._run}/{self._calls}"
-
     def gather(self, value: Any) -> list[Any]:
         key = self._fresh()
         if self.rank:
-            with self._reaching("talk to"):
-                self.store.set(f"{key}/{self.rank}", json.dumps(value))
+            self._ask("set", f"{key}/{self.rank}", json.dumps(value))
             return []
         return [value, *(json.loads(self._awaited(f"{key}/{rank}")) for rank in range(1, self.size))]
 
@@ -108,53 +103,63 @@ class Torchrun:
         key = self._fresh()
         if self.rank:
             return json.loads(self._awaited(key))
-        with self._reaching("talk to"):
-            self.store.set(key, json.dumps(value))
+        self._ask("set", key, json.dumps(value))
         return value
 
     def run(self, job: Job, pieces: range, load: Callable[[str], Any]) -> Iterator[Any]:
-        key, own, following = self._fresh(), {}, pieces.start
+        key, own, following = self._fresh(), dict[int, Any](), pieces.start
+
+        def answer_to(number: int) -> Any:
+            if number in own:
+                return own.pop(number)
+            text = self._awaited(f"{key}/{number}")
+            self._ask("delete_key", f"{key}/{number}")
+            return load(text)
+
         for number, answer in job(self._claims(key, pieces)):
             if self.rank:
-                with self._reaching("hand results to"):
-                    self.store.set(f"{key}/{number}", answer.dump())
+                self._ask("set", f"{key}/{number}", answer.dump())
                 continue
             own[number] = answer
-            while following < pieces.stop and (following in own or self.store.check([f"{key}/{following}"])):
-                yield own.pop(following, None) or load(self._awaited(f"{key}/{following}", last=True))
+            while following < pieces.stop and (following in own or self._ask("check", [f"{key}/{following}"])):
+                yield answer_to(following)
                 following += 1
         if not self.rank:
-            for number in range(following, pieces.stop):
-                yield own.pop(number, None) or load(self._awaited(f"{key}/{number}", last=True))
+            yield from map(answer_to, range(following, pieces.stop))
+
+    def _fresh(self) -> str:
+        """Return a key that no earlier call has used, the same on every process."""
+        self._calls += 1
+        return f"{self._run}/{self._calls}"
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store, which lives in the main process."""
+        try:
+            return getattr(self.store, method)(*arguments)
+        except UNREACHABLE as error:
+            reason = f"process {self.rank} of {self.size} cannot reach the main process any more"
+            raise CheckError(f"{reason}; {CONTINUE}") from error
 
     def _claims(self, key: str, pieces: range) -> Iterator[int]:
-        """Numbers of pieces that nobody else works on, until there are none left."""
-        while True:
-            with self._reaching("claim work from"):
-                number = pieces.start + self.store.add(f"{key}/claimed", 1) - 1
-            if number >= pieces.stop:
-                return
+        """Claim pieces one by one until none is left."""
+        while (number := pieces.start + self._ask("add", f"{key}/claimed", 1) - 1) < pieces.stop:
             yield number
 
-    def _awaited(self, key: str, *, last: bool = False) -> str:
-        """What another process has written there, when it has; removed if this is the `last` that asks for it."""
-        with self._reaching("hear from"):
-            while not self.store.check([key]):
-                self._require_alive()
-                time.sleep(POLL_SECONDS)
-            text = self.store.get(key).decode()
-        if last:
-            self.store.delete_key(key)
-        return text
+    def _awaited(self, key: str) -> str:
+        """Wait until another process has set the key, and return its text."""
+        while not self._ask("check", [key]):
+            self._require_alive()
+            time.sleep(POLL_SECONDS)
+        return str(self._ask("get", key).decode())
 
     def _require_alive(self) -> None:
-        """Raise if a process has failed, or has neither finished nor shown a heartbeat lately."""
+        """Raise if a process has failed, or has neither finished nor shown a recent heartbeat."""
         key = f"{self._run}/failed"
-        if self.store.check([key]):
-            failed = json.loads(self.store.get(key))
+        if self._ask("check", [key]):
+            failed = json.loads(self._ask("get", key))
             raise CheckError(f"process {failed['rank']} of {self.size} has failed: {failed['reason']} ({CONTINUE})")
         for rank in set(range(self.size)) - {self.rank}:
-            count, now = self.store.add(f"{self._run}/beat/{rank}", 0), time.monotonic()
+            count, now = self._ask("add", f"{self._run}/beat/{rank}", 0), time.monotonic()
             before, since = self._beats.setdefault(rank, (count, now))
             if count != before:
                 self._beats[rank] = count, now
@@ -162,19 +167,9 @@ class Torchrun:
                 raise CheckError(f"process {rank} of {self.size} has not answered for {now - since:.0f} s; {CONTINUE}")
 
     @contextmanager
-    def _reaching(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except UNREACHABLE as error:
-            raise CheckError(
-                f"process {self.rank} of {self.size} cannot {doing} the main process any more; {CONTINUE}"
-            ) from error
-
-    @contextmanager
     def at_work(self) -> Iterator[None]:
-        with self._reaching("talk to"):
-            self._run = self.store.add(f"runs/{self.rank}", 1)
-        self._calls = 0  # processes that left the last run at different points are in step again
+        self._run = self._ask("add", f"runs/{self.rank}", 1)
+        self._calls = 0  # so that the keys agree, even if the processes left the last run at different points
         self._beats.clear()
         over, beat = threading.Event(), f"{self._run}/beat/{self.rank}"
         beating = threading.Thread(target=_beat, args=(self.store.clone(), beat, over), daemon=True)
@@ -194,14 +189,14 @@ class Torchrun:
 
 
 def _beat(store: Store, key: str, over: threading.Event) -> None:
-    with suppress(*UNREACHABLE):  # the main process is gone, and this one will notice when it next needs it
+    with suppress(*UNREACHABLE):  # if the main process is gone, this one notices when it next needs it
         while not over.wait(BEAT_SECONDS):
             store.add(key, 1)
 
 
 @cache
 def _joined() -> tuple[Store, int, int]:
-    """The launcher's store, and which process of how many this is."""
+    """Join the launcher's store; return it with the rank of this process and the number of processes."""
     rank, size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -210,7 +205,7 @@ def _joined() -> tuple[Store, int, int]:
 
 
 def environment_number(name: str, default: int) -> int:
-    """A number that a launcher puts into the environment."""
+    """Read a whole number that a launcher puts into the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise InputError(f"{name} must be a whole number, not {text!r}; start with torchrun, or unset it")
@@ -219,15 +214,15 @@ def environment_number(name: str, default: int) -> int:
 
 @cache
 def launched() -> Executor:
-    """The processes that a launcher has started; without one, this process."""
+    """Return the executor for the processes that a launcher has started; without a launcher, for this process."""
     return Torchrun() if environment_number("WORLD_SIZE", 1) > 1 else InProcess()
 
 
 def local_rank() -> int | None:
-    """Which of the machine's processes, and so which GPU, this is; None without a launcher."""
+    """Return the number of this process on its machine, and so of its GPU; None without a launcher."""
     return environment_number("LOCAL_RANK", 0) if environment_number("WORLD_SIZE", 1) > 1 else None
 
 
 def default_workers() -> int:
-    """Threads that decode images: one per core, at most 16, shared among the processes of the machine."""
+    """Number of threads that decode images: one per core, at most 16, shared among the processes of the machine."""
     return max(1, min(16, (os.cpu_count() or 2) // environment_number("LOCAL_WORLD_SIZE", 1)))
