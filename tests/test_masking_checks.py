@@ -8,7 +8,7 @@ from torch import nn
 
 import patchproof as pp
 from patchproof.geometry import Fields
-from patchproof.masking import _drift
+from patchproof.masking import _checks
 from patchproof.types import CheckError, InputError
 
 THREAT = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
@@ -84,7 +84,7 @@ def test_a_fast_precision_has_a_larger_tau_from_changes_that_only_pairs_of_masks
         most = max((~MASKS.keep()).float().mean(dim=(1, 2, 3)).tolist())
         assert drift.changes["bf16"] > 1.2 * smallest * most, "more than any one mask hides"
         assert drift.changes["bf16"] > 0
-        assert engine.tau == drift.tau_fp32 + _drift.FAST_SAFETY[512] * drift.changes["bf16"]
+        assert engine.tau == drift.tau_fp32 + 6.5 * drift.changes["bf16"]
 
 
 REFUSED = {
@@ -142,7 +142,7 @@ def test_auto_takes_the_fastest_way_and_says_why():
 def test_a_way_costs_what_its_copies_take_as_far_as_each_goes():
     open_at = {"fp16": [True, True, False, False], "tf32": [True, False, True, False], "fp32": [False] * 4}
     masks = {name: torch.tensor(values) for name, values in open_at.items()}
-    rates = _drift.labels_per_second(masks, {"fp16": 1.0, "tf32": 2.0, "fp32": 8.0})
+    rates = _checks.labels_per_second(masks, {"fp16": 1.0, "tf32": 2.0, "fp32": 8.0})
     costs = {"fp16 fp32": 1 + 8 / 2, "fp16 tf32 fp32": 1 + 2 / 2 + 8 / 4, "tf32 fp32": 2 + 8 / 2, "fp32": 8.0}
     assert rates == {way: pytest.approx(1 / cost) for way, cost in costs.items()}
 

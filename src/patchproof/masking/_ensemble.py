@@ -1,4 +1,4 @@
-"""Several classifiers as one."""
+"""Several classifiers combined into one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from patchproof.types import Classifier, InputError, Interpolation, Size
 class Ensemble(nn.Module):
     """F(x) = log (1/k) Σ softmax(F_i(x)), the logarithm of the mean of the members' probabilities.
 
-    Under a mask, each member hides pixels its own way. Size, number and names of the classes are those of the members,
-    which must agree in them as far as they are known; images are resized as the first member wants it.
+    Under a mask, each member hides pixels its own way. Members that have an input size, a number of classes or class
+    names must agree in them. Images are resized as for the first member.
     """
 
     def __init__(self, members: Sequence[Classifier]) -> None:
@@ -48,25 +48,31 @@ class Ensemble(nn.Module):
         self.training = self.networks.training = any(network.training for network in self.networks)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Log-probabilities of images in [0, 1], in float32."""
+        """Return log-probabilities of images in [0, 1], in float32."""
         return _log_mean([show(member, images, None) for member in self.members])
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        """Of masked images: each member is shown them its own way."""
+        """Return log-probabilities of masked images, shown to each member its own way."""
         return _log_mean([show(member, images, keep) for member in self.members])
 
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Ensemble | None:
-        """The ensemble of the members' lowered forms; None where one has none."""
-        offered = [getattr(member, "lowered", lambda *_, **__: None) for member in self.members]
-        forms: list[Any] = [lower(dtype, compiled=compiled) for lower in offered]
-        return None if None in forms else type(self)(forms).eval()
+        """Return the ensemble of the members' lowered forms, or None if one member has none."""
+        forms: list[Any] = []
+        for member in self.members:
+            form = member.lowered(dtype, compiled=compiled) if hasattr(member, "lowered") else None
+            if form is None:
+                return None
+            forms.append(form)
+        return type(self)(forms).eval()
 
     def refresh(self) -> None:
-        """`refresh` of every member that has it."""
+        """Refresh every member that can be refreshed."""
         for member in self.members:
-            getattr(member, "refresh", lambda: None)()
+            if hasattr(member, "refresh"):
+                member.refresh()
 
     def _known(self, name: str) -> list[Any]:
+        """Return the values of this attribute, of the members that have it."""
         values = [getattr(member, name, None) for member in self.members]
         return [value for value in values if value is not None]
 
@@ -79,7 +85,7 @@ class Ensemble(nn.Module):
 
 
 class Mirror(Ensemble):
-    """The members' answer for the mirrored image, under the mirrored mask."""
+    """An ensemble that is shown the mirrored image under the mirrored mask."""
 
     mirrored = True
 
@@ -95,7 +101,7 @@ class Mirror(Ensemble):
 
 
 def weight_names(weights: str) -> list[str]:
-    """`a,b` names two networks, unless it is a path that exists."""
+    """Split `a,b` into the names of two networks, unless it is a path that exists."""
     names = [weights] if Path(weights).expanduser().exists() else [name.strip() for name in weights.split(",")]
     if not all(names):
         raise InputError(f"weights of several networks are separated by one comma each, e.g. a,b, not `{weights}`")
@@ -103,8 +109,7 @@ def weight_names(weights: str) -> list[str]:
 
 
 def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool = False) -> Classifier:
-    """The network that `weights` names, or the ensemble of several; with `mirror`, averaged with its answer for the
-    mirrored image."""
+    """Return the network that `weights` names, or the ensemble of several; with `mirror`, together with its mirror."""
     members = [load(name) for name in weight_names(weights)]
     found = members[0] if len(members) == 1 else Ensemble(members)
     if not mirror:
