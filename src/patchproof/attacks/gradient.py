@@ -40,8 +40,6 @@ LOOKS = 4
 CANDIDATES = 4
 """Most patches of one image that are optimised together, so that memory does not grow with restarts or places."""
 
-MOMENTUM = 0.9
-
 OnStep = Callable[[int, int], None]
 """Called after each step with its number and the number of steps; they begin again for each group of places."""
 
@@ -180,7 +178,7 @@ class _Candidates:
         """Move up the sign of the running gradient, inside the patch and inside [0, 1]."""
         gradient = gradient.masked_fill(~self.within, 0)
         scale = gradient.abs().mean(dim=(1, 2, 3), keepdim=True).clamp(min=torch.finfo(gradient.dtype).tiny)
-        self.momentum = MOMENTUM * self.momentum + gradient / scale
+        self.momentum = 0.9 * self.momentum + gradient / scale
         moved = (self.images + size * self.momentum.sign()).clamp(0, 1)
         self.images = torch.where(self.within, moved, self.images)
 
@@ -221,21 +219,19 @@ class NoiseAttack(Attack):
     def search(
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
-        places = as_rects(grid_places(self.threat, self.plan.places))
-        best, chosen = images.clone(), [places[0]] * len(images)
-        broken, queries = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels)
-        for place in (place for place in places for _ in range(self.plan.restarts)):
+        places = grid_places(self.threat, self.plan.places).to(images.device)
+        best = _Best(images, places[:1].expand(len(images), *places.shape[1:]), passes=0)
+        for place in places.repeat_interleave(self.plan.restarts, dim=0):
             tried = images.clone()
             for row, generator in enumerate(generators):
-                for rect in rects_of(place):
+                for rect in rects_of(as_rects(place[None])[0]):
                     noise = torch.rand(images.shape[1], rect.height, rect.width, generator=generator)
                     tried[row, :, rect.top : rect.bottom, rect.left : rect.right] = noise.to(images)
-            answer = answers(self.target, tried)
-            queries += (~broken).long()
-            fell = wrong_answers(self.target, answer, labels) & ~broken
-            best[fell], broken = tried[fell], broken | fell
-            chosen = [place if now else before for before, now in zip(chosen, fell.tolist(), strict=True)]
-        return Patched(best, tuple(chosen), torch.zeros_like(labels), queries)
+            fell = wrong_answers(self.target, answers(self.target, tried), labels) & ~best.broken
+            best.queries += ~best.broken
+            best.images[fell], best.places[fell] = tried[fell], place
+            best.broken |= fell
+        return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
 
 def undefended_attacks(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from patchproof.geometry import Fields, MaskSet
 from patchproof.masking._arithmetic import network
-from patchproof.masking._evaluator import PARTS, Copies, Evaluator
+from patchproof.masking._evaluator import Copies, Evaluator
 from patchproof.masking._images import require_images
 from patchproof.masking._labels import Measured, label_margin, top_two
 from patchproof.settings import Engine
@@ -182,10 +182,9 @@ def measure_drift(
     mixed = (torch.arange(size) % count)[torch.randperm(size, generator=torch.Generator().manual_seed(0))]
     mixed = mixed.to(images.device)
     every, some = torch.arange(count, device=images.device), mixed[: max(evaluator.chunk, min(count, COPIES))]
+    smaller = max(2, min(evaluator.chunk, count) // 2 + 1)  # the last batch is then ragged
     if evaluator.fixed(images):
-        smaller = max(1, evaluator.chunk // PARTS[-1])
-    else:
-        smaller = max(2, min(evaluator.chunk, count) // 2 + 1)  # the last batch is then ragged
+        smaller = max(1, evaluator.chunk // 8)  # the smallest of the fixed sizes
 
     def logits(rows: Tensor, precision: Precision, largest: int | None = None) -> Tensor:
         asked = copies.chosen(rows)

@@ -23,6 +23,8 @@ class Ensemble(nn.Module):
     names must agree in them. Images are resized as for the first member.
     """
 
+    kind = "ensemble of"
+
     def __init__(self, members: Sequence[Classifier]) -> None:
         super().__init__()
         if not isinstance(members, Sequence) or not members or not all(map(callable, members)):
@@ -39,8 +41,7 @@ class Ensemble(nn.Module):
         self.crop_pct: float = next(iter(self._known("crop_pct")), 1.0)
         tokens = set(self._known("token_size"))
         self.token_size: Size | None = tokens.pop() if len(tokens) == 1 else None
-        names = [getattr(member, "architecture", type(member).__name__) for member in members]
-        self.architecture = f"ensemble of {', '.join(names)}"
+        self.architecture = f"{self.kind} {', '.join(map(architecture_name, members))}"
         self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"
         fill = mask_colour(members[0])
         if fill is not None:
@@ -49,11 +50,11 @@ class Ensemble(nn.Module):
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Return log-probabilities of images in [0, 1], in float32."""
-        return _log_mean([show(member, images, None) for member in self.members])
+        return self._log_mean(images, None)
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
         """Return log-probabilities of masked images, shown to each member its own way."""
-        return _log_mean([show(member, images, keep) for member in self.members])
+        return self._log_mean(images, keep)
 
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Ensemble | None:
         """Return the ensemble of the members' lowered forms, or None if one member has none."""
@@ -71,8 +72,16 @@ class Ensemble(nn.Module):
             if hasattr(member, "refresh"):
                 member.refresh()
 
+    def _log_mean(self, images: Tensor, keep: Tensor | None) -> Tensor:
+        logits = [show(member, images, keep) for member in self.members]
+        classes = [each.shape[1] for each in logits]
+        if len(set(classes)) > 1:
+            raise InputError(f"the members of an ensemble must agree in their classes: they have {classes}")
+        log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
+        return log_probabilities.logsumexp(dim=0) - math.log(len(logits))
+
     def _known(self, name: str) -> list[Any]:
-        """Return the values of this attribute, of the members that have it."""
+        """Return the values of an attribute, from the members that have it."""
         values = [getattr(member, name, None) for member in self.members]
         return [value for value in values if value is not None]
 
@@ -87,17 +96,18 @@ class Ensemble(nn.Module):
 class Mirror(Ensemble):
     """An ensemble that is shown the mirrored image under the mirrored mask."""
 
+    kind = "mirrored"
     mirrored = True
-
-    def __init__(self, members: Sequence[Classifier]) -> None:
-        super().__init__(members)
-        self.architecture = f"mirrored {', '.join(getattr(m, 'architecture', type(m).__name__) for m in members)}"
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         return super().forward(images.flip(3))
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
         return super().masked(images.flip(3), keep.flip(3))
+
+
+def architecture_name(classifier: Classifier) -> str:
+    return getattr(classifier, "architecture", type(classifier).__name__)
 
 
 def weight_names(weights: str) -> list[str]:
@@ -115,13 +125,5 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
     if not mirror:
         return found
     both = Ensemble([found, Mirror([found])])
-    both.architecture = f"{getattr(found, 'architecture', type(found).__name__)} with its mirror image"
+    both.architecture = f"{architecture_name(found)} with its mirror image"
     return both
-
-
-def _log_mean(logits: Sequence[Tensor]) -> Tensor:
-    classes = [each.shape[1] for each in logits]
-    if len(set(classes)) > 1:
-        raise InputError(f"the members of an ensemble must agree in their classes: they have {classes}")
-    log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
-    return log_probabilities.logsumexp(dim=0) - math.log(len(logits))

@@ -19,12 +19,6 @@ from patchproof.masking._objective import Aim, Views
 from patchproof.settings import Engine
 from patchproof.types import Classifier, InputError, Precision, TauExceededError
 
-PARTS = (1, 4, 8)
-"""Batches of fixed sizes are a whole chunk, a quarter or an eighth of one."""
-
-GRADIENT_SHARE = 4
-"""A pass that keeps its activations for the gradient takes a quarter of a chunk."""
-
 Result = TypeVar("Result")
 
 
@@ -153,8 +147,8 @@ class Evaluator:
         def batch(start: int) -> tuple[int, Tensor | slice, Tensor]:
             left = min(count - start, largest or count)
             shape = min(self.chunk, left)
-            if self.fixed(images):  # the largest size that is filled by half
-                sizes = [max(1, self.chunk // part) for part in PARTS]
+            if self.fixed(images):  # a whole chunk, a quarter or an eighth: the largest that is filled by half
+                sizes = [max(1, self.chunk // part) for part in (1, 4, 8)]
                 shape = next((size for size in sizes if 2 * left >= size), sizes[-1])
             stop = start + min(shape, left)
             part = copies.chosen(slice(start, stop)).padded(shape)
@@ -279,7 +273,7 @@ class Evaluator:
         networks = cache(partial(network, self.classifier, precision=self.engine.fast, gradients=True))
 
         def every_group() -> None:
-            size = max(1, self.chunk // GRADIENT_SHARE)
+            size = max(1, self.chunk // 4)  # activations are kept for the gradient
             passes = GradientPasses(networks, views, self.engine, size, fixed=self.fixed(images))
             for rows in candidates.split_with_sizes(groups(aim.passes[candidates].tolist(), size)):
                 value[rows], gradient[rows] = passes.gradient(images[rows], labels[rows], aim[rows], loss)

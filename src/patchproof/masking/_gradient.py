@@ -13,12 +13,6 @@ from patchproof.masking._objective import Aim, Views
 from patchproof.settings import Engine
 from patchproof.types import InputError
 
-PARTS = (4, 2, 1)
-"""Passes of fixed sizes are a quarter, a half or the whole of the largest."""
-
-LARGEST_EXPONENT = 100
-"""Slopes are scaled by at most 2^100, which float32 holds."""
-
 
 @dataclass(frozen=True)
 class GradientPasses:
@@ -67,9 +61,9 @@ class GradientPasses:
 
     def logits(self, copies: Tensor, view: Tensor) -> Tensor:
         count, keep = len(copies), self.views.shown(view)
-        if self.fixed:
-            sizes = [max(1, self.size // part) for part in PARTS]
-            missing = next(size for size in sizes if count <= size) - count
+        if self.fixed:  # a quarter, a half or the whole of the largest size
+            sizes = [max(1, self.size // part) for part in (4, 2, 1)]
+            missing = min(size for size in sizes if size >= count) - count
             again = torch.full((missing,), count - 1, device=copies.device)
             copies, keep = torch.cat([copies, copies[again].detach()]), torch.cat([keep, keep[again]])
         compiled = self.engine.compile is True and copies.requires_grad and len(copies) == self.size
@@ -79,7 +73,7 @@ class GradientPasses:
 def groups(passes: Sequence[int], size: int) -> list[int]:
     """Return how many consecutive candidates share a pass of `size` copies; one with more copies is alone."""
     found: list[int] = []
-    held = size
+    held = 0
     for count in passes:
         if not found or held + count > size:
             found.append(0)
@@ -95,7 +89,7 @@ def carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
     It is scaled to be near 1 on the way: where a network is sure, the slope of its cross-entropy is too small for fp16.
     Powers of two cost no digit. A pixel whose slope overflows on the way gets none.
     """
-    exponent = slope.abs().amax(dim=1, keepdim=True).frexp().exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    exponent = slope.abs().amax(dim=1, keepdim=True).frexp().exponent.clamp(-100, 100)  # float32 holds 2^±100
     size = torch.ldexp(torch.ones_like(slope[:, :1]), exponent)
     carried = None
     if logits.requires_grad:

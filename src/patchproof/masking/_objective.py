@@ -15,9 +15,6 @@ from torch import Tensor
 from patchproof.geometry import mass_inside
 from patchproof.types import Size
 
-VIEWS_AT_ONCE = 1024
-"""Views per step of `shows`: the tens of thousands of views against two patches would not fit into memory together."""
-
 
 @dataclass(frozen=True)
 class Views:
@@ -86,7 +83,8 @@ class CleanAnswers:
     def shows(self, places: Int64[Tensor, "b *k 4"]) -> Bool[Tensor, "b u"]:
         """True for the views that show a part of the patch (or of either of two)."""
         every = torch.arange(len(self.views.first), device=self.views.first.device)
-        found = [mass_inside(self.views.shown(some)[:, 0].float(), places) for some in every.split(VIEWS_AT_ONCE)]
+        # Two patches have tens of thousands of views, whose pixels would not fit into memory together.
+        found = [mass_inside(self.views.shown(some)[:, 0].float(), places) for some in every.split(1024)]
         return torch.cat(found).T > 0.5
 
 
