@@ -1,4 +1,4 @@
-"""`patchproof attack` as a user types it: the sandwich in records and results, resuming, and what a break leaves."""
+"""`patchproof attack` as a user types it: records and results, resuming, and what a broken certificate leaves."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from patchproof.data import preprocess
 from patchproof.masking import Measured, as_images
 from patchproof.models import load_classifier, save_checkpoint
 from patchproof.report._gallery import attacked_gallery
-from patchproof.runs import ATTACK_ACCURACIES, Record, RunFolder, read_run
-from patchproof.runs._certify import Done, Piece
+from patchproof.runs import ATTACK_ACCURACIES, RunFolder, read_run
 from patchproof.types import Preprocessing
 from small_model import plain_network, plain_weights
 from test_cli import assert_one_line, content, records
@@ -120,15 +119,6 @@ def places_of(kept: dict, patches: int) -> tuple:
     return tuple(tuple(kept[f"{one}_place"].tolist()) for one in ("defended", "defended_2")[:patches])
 
 
-def test_pixels_to_keep_reach_the_process_that_writes_unchanged():
-    kept = {"defended": torch.rand(3, 5, 5), "defended_place": torch.tensor([1, 2, 5, 5])}
-    record = Record(3, "a.png", 1, True, True, False, 0.5, 9)
-    (done,) = Piece.load(Piece([Done(record, kept=kept)], 8).dump()).images
-    assert done.record == record
-    assert set(done.kept) == set(kept)
-    assert all(torch.equal(done.kept[name], tensor) for name, tensor in kept.items())
-
-
 def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, capsys):
     common = ("--weights", checkpoint, "--limit", 6, *QUICK)
     assert attack(*common, "--target", "undefended", "--output", "u") == 0
@@ -168,7 +158,7 @@ def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(command
 
 
 def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_path):
-    """So a kill loses at most one image."""
+    """A kill loses at most one image."""
     defense = pp.defense(
         "patchcleanser", pp.load_checkpoint(checkpoint), pp.PatchThreat((28, 28), ((2, 2),)), per_axis=2
     )
@@ -187,7 +177,7 @@ def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_
 
 
 def test_a_dry_run_says_how_long_attacks_may_take(checkpoint, capsys):
-    """A hundred times the steps take longer by far; a run that is there is no reason to refuse."""
+    """A hundred times the steps take far longer; an existing run is no reason to refuse."""
     common = ("--weights", checkpoint, "--patch", "2px", "--masks", 2, "--limit", 4, "--dry-run", "--json")
     Path("r").mkdir()
     Path("r/manifest.json").write_text("{}")
@@ -235,7 +225,7 @@ def dark_photos(tmp_path) -> tuple:
 
 @pytest.fixture
 def literal_rule(monkeypatch):
-    """Double masking answers by the paper's wording."""
+    """Replace double masking by the paper's literal wording, which can be broken."""
 
     def defense(_, classifier, threat, *, engine, per_axis, exhaustive=False):
         masks = pp.covering_masks(threat, per_axis=per_axis)
@@ -322,8 +312,3 @@ def test_a_certificate_broken_in_a_campaign_is_kept(dark_photos, literal_rule, c
     kept = sorted(Path("c/double-masking/broken").iterdir())
     assert len(kept) == 2
     assert load_file(kept[0] / "pixels.safetensors")["patch"].shape == (3, 3, 3)
-
-
-def test_wrong_settings_of_a_campaign_are_named():
-    with pytest.raises(SystemExit, match="campaign: a patch looks like 3%, 39px or 20x60px, not `nan`"):
-        campaign.main(["--weights", "random", "--patch", "nan"])

@@ -1,7 +1,4 @@
-"""The base class of attacks: it returns patched images, and nothing that it returns is believed before it is checked.
-
-Several attacks run one after the other on a batch, each on the images that the earlier ones could not break.
-"""
+"""The base class of attacks, whose results are checked before they are believed, and running several of them."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ class Attacked(Patched):
 class Attack(ABC):
     """An attack on a target: a subclass writes `search`, and calling the attack checks what it returns.
 
-    `search` works on copies, so it cannot change the images that its result is compared with. The predictions come from
-    the target itself, never from the attack.
+    `search` works on copies, so it cannot change what its result is compared with; predictions come from the target.
     """
 
     def __init__(self, target: Target, threat: PatchThreat) -> None:

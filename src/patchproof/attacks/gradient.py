@@ -1,7 +1,4 @@
-"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several locations.
-
-For targets without a classifier to climb there is noise. `undefended_attacks` and `defended_attacks` choose.
-"""
+"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several locations."""
 
 from __future__ import annotations
 
@@ -246,11 +243,8 @@ def undefended_attacks(
 def defended_attacks(
     defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None, on_step: OnStep | None = None
 ) -> list[Attack]:
-    """Return the attacks on a defence: one for each of its own ways to fail (`objectives()`).
-
-    Without these, its differentiable scores (`surrogate`) or else its classifier alone are climbed; a defence that has
-    no classifier is attacked with noise.
-    """
+    """Return the attacks on a defence: one for each way to fail that it lists (`objectives()`), else one on the margin
+    of its differentiable scores (`surrogate`) or its classifier; noise if it has no classifier."""
     classifier = getattr(defense, "classifier", None)
     if classifier is None:
         return [NoiseAttack(defense, defense.threat, plan)]

@@ -32,15 +32,15 @@ def tf32(allowed: bool) -> Iterator[None]:
 @contextmanager
 def evaluating(classifier: Classifier) -> Iterator[None]:
     """Put the classifier in eval mode within this context; afterwards every module is in the mode it was in."""
-    modules = list(classifier.modules()) if isinstance(classifier, nn.Module) else []
-    before = [module.training for module in modules]
-    for module in modules:
+    modules = classifier.modules() if isinstance(classifier, nn.Module) else ()
+    changed = [module for module in modules if module.training]
+    for module in changed:
         module.training = False
     try:
         yield
     finally:
-        for module, training in zip(modules, before, strict=True):
-            module.training = training
+        for module in changed:
+            module.training = True
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,8 @@ class Network:
             return show(self.classifier, images, keep).float()
 
     def of(self, images: Tensor, *, prepare: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """Return (rows, keep) -> logits of images[rows].
-
-        With `prepare`, what the classifier does to images before its network sees them (normalising) is done once here
-        and not again for every masked copy.
-        """
+        """Return (rows, keep) -> logits of images[rows]. With `prepare`, what the classifier does to images before its
+        network sees them (normalising) is done once, not again for every masked copy."""
         inner: Any = self.classifier
         ready = images
         if prepare and only_prepares(inner):
@@ -90,13 +87,11 @@ def network(
     the classifier offers one (`lowered`), which avoids autocast's casts: on an H200 1.2 to 1.5 times as fast for
     transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md). With `gradients`, images that require them get them.
     """
-    if isinstance(classifier, nn.Module):
-        for name, module in classifier.named_modules():
-            if module.training:
-                raise CheckError(
-                    f"the classifier is in training mode (e.g. {name or 'itself'}), so its answers change; call "
-                    "classifier.eval() first"
-                )
+    for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
+        if module.training:
+            raise CheckError(
+                f"the classifier is in training mode (e.g. {name or 'itself'}); call classifier.eval() first"
+            )
     dtype = AUTOCAST.get(precision)
     lower = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
     lowered = None if lower is None else lower(dtype or torch.float32, compiled=compiled)

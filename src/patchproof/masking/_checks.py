@@ -71,9 +71,8 @@ class Drift:
         """Return the fastest sequence of precisions, e.g. `fp16 fp32`: of those that begin with this one, or of all."""
         rates = self.labels_per_second
         ways = [way for way in rates if precision in ("auto", way.split()[0])]
-        if ways:
-            return max(ways, key=lambda way: rates[way])
-        return "fp32" if precision in ("auto", "fp32") else f"{precision} fp32"
+        untimed = "fp32" if precision in ("auto", "fp32") else f"{precision} fp32"
+        return max(ways, key=lambda way: rates[way], default=untimed)
 
     def remark(self, precision: PrecisionChoice) -> str:
         """Say which precision `auto` takes and why, or what speaks against the precision asked for; otherwise ''."""
@@ -87,8 +86,8 @@ class Drift:
         again = self.again.get(own.split()[0], 0.0)
         if again <= 0.2:
             return ""
-        timed = best != own and self.labels_per_second
-        better = f"{best.split()[0]} would be faster" if timed else "auto takes the fastest"
+        faster = best != own and self.labels_per_second
+        better = f"{best.split()[0]} would be faster" if faster else "auto takes the fastest"
         return f"{precision} decides {again:.0%} of the labels again; {better}"
 
 
@@ -104,9 +103,9 @@ def check_classifier(
 ) -> tuple[Measured, Drift]:
     """Refuse a classifier whose logits depend on batch composition, position or the RNG; measure τ for the others.
 
-    Evaluates `copies` masked copies, spread over the images, under two masks or in one view: in batches of different
-    size and order, and in fast precisions as well as float32. The engine returned has τ, a batch size that fits into
-    memory and, in place of `auto`, whatever decides labels fastest. `work` is the number of passes ahead.
+    `copies` masked copies of the images are evaluated in batches of different size and order, and in fast precisions as
+    well as float32. The engine returned has τ, a batch size that fits into memory and, in place of `auto`, whatever
+    decides labels fastest. `work` is the number of passes ahead.
     """
     require_images(images, masks.image_size)
     if not len(images):
@@ -165,10 +164,10 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
     classes = int(logits.shape[1])
     if classes == 1:
         raise CheckError("the classifier has one output z: give two logits, e.g. torch.cat([-z, z], 1)")
-    if classes < 2 or (num_classes is not None and classes != num_classes):
+    if num_classes is not None and classes != num_classes:
         raise CheckError(
-            f"the classifier has {classes} classes, {num_classes or 'at least 2'} were expected; "
-            "load weights fine-tuned for this data set, or fine-tune them first"
+            f"the classifier has {classes} classes, {num_classes} were expected; load weights fine-tuned for this data "
+            "set, or fine-tune them first"
         )
 
 

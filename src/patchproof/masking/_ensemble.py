@@ -41,7 +41,8 @@ class Ensemble(nn.Module):
         self.crop_pct: float = next(iter(self._known("crop_pct")), 1.0)
         tokens = set(self._known("token_size"))
         self.token_size: Size | None = tokens.pop() if len(tokens) == 1 else None
-        self.architecture = f"{self.kind} {', '.join(map(architecture_name, members))}"
+        names = [getattr(member, "architecture", type(member).__name__) for member in members]
+        self.architecture = f"{self.kind} {', '.join(names)}"
         self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"
         fill = mask_colour(members[0])
         if fill is not None:
@@ -58,19 +59,15 @@ class Ensemble(nn.Module):
 
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Ensemble | None:
         """Return the ensemble of the members' lowered forms, or None if one member has none."""
-        forms: list[Any] = []
-        for member in self.members:
-            form = member.lowered(dtype, compiled=compiled) if hasattr(member, "lowered") else None
-            if form is None:
-                return None
-            forms.append(form)
+        forms: list[Any] = [lower(dtype, compiled=compiled) for lower in self._known("lowered")]
+        if len(forms) < len(self.members) or any(form is None for form in forms):
+            return None
         return type(self)(forms).eval()
 
     def refresh(self) -> None:
         """Refresh every member that can be refreshed."""
-        for member in self.members:
-            if hasattr(member, "refresh"):
-                member.refresh()
+        for refresh in self._known("refresh"):
+            refresh()
 
     def _log_mean(self, images: Tensor, keep: Tensor | None) -> Tensor:
         logits = [show(member, images, keep) for member in self.members]
@@ -106,10 +103,6 @@ class Mirror(Ensemble):
         return super().masked(images.flip(3), keep.flip(3))
 
 
-def architecture_name(classifier: Classifier) -> str:
-    return getattr(classifier, "architecture", type(classifier).__name__)
-
-
 def weight_names(weights: str) -> list[str]:
     """Split `a,b` into the names of two networks, unless it is a path that exists."""
     names = [weights] if Path(weights).expanduser().exists() else [name.strip() for name in weights.split(",")]
@@ -125,5 +118,5 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
     if not mirror:
         return found
     both = Ensemble([found, Mirror([found])])
-    both.architecture = f"{architecture_name(found)} with its mirror image"
+    both.architecture = f"{getattr(found, 'architecture', type(found).__name__)} with its mirror image"
     return both

@@ -47,8 +47,7 @@ class Copies(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Answers of F for each copy: its label, that label's margin (`gap`), the margin of the label asked about, and the
-    passes needed (more than 1 if the label was decided again)."""
+    """Answers for copies: label, its margin (`gap`), margin of the label asked about, and how many passes they took."""
 
     label: Int64[Tensor, " j"]
     gap: Float[Tensor, " j"]
@@ -57,11 +56,11 @@ class Answers(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates masked copies in chunks of `chunk` copies, the engine's batch size at first.
+    """Evaluates masked copies in chunks, which begin with the engine's batch size and halve when memory runs out.
 
-    The chunk halves for good when memory runs out. `passes` counts the copies evaluated. With `strict`, as wherever
-    certificates are issued, a margin that changes by more than τ allows raises TauExceededError. Without it, as in
-    prediction, where images may be hostile, the float32 label is taken and the change counted in `audit`.
+    `passes` counts the copies evaluated. With `strict`, as wherever certificates are issued, a margin that changes by
+    more than τ allows raises TauExceededError. Without it, as in prediction, where images may be hostile, the float32
+    label is taken and the change recorded in `audit`.
     """
 
     def __init__(self, classifier: Classifier, engine: Engine, *, strict: bool = True) -> None:
@@ -85,9 +84,8 @@ class Evaluator:
 
     def refresh(self) -> None:
         """Have the classifier's fast form take over its weights, however they were changed."""
-        refresh = getattr(self.classifier, "refresh", None)
-        if refresh is not None:
-            refresh()
+        if hasattr(self.classifier, "refresh"):
+            self.classifier.refresh()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

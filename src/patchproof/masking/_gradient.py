@@ -27,9 +27,8 @@ class GradientPasses:
     def gradient(self, images: Tensor, labels: Tensor, aim: Aim, loss: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss of each candidate and its gradient in the pixels.
 
-        Copies that fit into one pass are passed once. A candidate with more copies has a loss that compares copies of
-        different passes. So all its logits come first, then the loss and its slope in them, then each pass again to
-        carry that slope back to the pixels.
+        The loss compares copies with each other. So if they do not fit into one pass, all logits come first, then the
+        loss and its slope in them, then each pass again to carry that slope back to the pixels.
         """
         image, slot = torch.nonzero(aim.used, as_tuple=True)
         gradient = torch.zeros_like(images)
@@ -84,10 +83,9 @@ def groups(passes: Sequence[int], size: int) -> list[int]:
 
 
 def carry(logits: Tensor, copies: Tensor, slope: Tensor) -> Tensor:
-    """Carry the slope in the logits back to the pixels of each copy.
+    """Carry the slope in the logits back to the pixels of each copy, scaled by a power of two to be near 1 on the way.
 
-    It is scaled to be near 1 on the way: where a network is sure, the slope of its cross-entropy is too small for fp16.
-    Powers of two cost no digit. A pixel whose slope overflows on the way gets none.
+    Where a network is sure, the slope of its cross-entropy is too small for fp16. A pixel whose slope overflows gets 0.
     """
     exponent = slope.abs().amax(dim=1, keepdim=True).frexp().exponent.clamp(-100, 100)  # float32 holds 2^±100
     size = torch.ldexp(torch.ones_like(slope[:, :1]), exponent)

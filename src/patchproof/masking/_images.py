@@ -46,10 +46,7 @@ def require_images(images: Any, image_size: Size) -> None:
 
 
 def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c h w"]:
-    """Return floats in [0, 1] on the device; bytes are converted there, so that a quarter of the data is copied.
-
-    The layout is channels last, in which convolutions are faster on GPUs and CPUs alike.
-    """
+    """Return floats in [0, 1] on the device, channels last for faster convolutions; bytes are converted there."""
     there = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
     return there if pixels.is_floating_point() else there.div_(255)
 
@@ -57,10 +54,7 @@ def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c 
 def images_ahead(
     batches: Iterable[tuple[Item, Tensor]], device: torch.device
 ) -> Iterator[tuple[Item, Float[Tensor, "b c h w"]]]:
-    """Yield each batch with its images on the device, while the next batch (and no more) is read and copied.
-
-    An error in reading a batch is raised when that batch is due.
-    """
+    """Yield each batch with its images on the device, while the next batch (and no more) is read and copied."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     remaining = iter(batches)
 

@@ -99,11 +99,11 @@ class Redone:
 
 @dataclass
 class Audit:
-    """Fast labels that were decided again, by the image's row in its batch."""
+    """Fast labels that were decided again, by the image's row in its batch; `exceeded` are the rows in which a margin
+    changed by more than τ allows, because τ was measured on copies too unlike these."""
 
     redone: dict[int, Redone] = field(default_factory=lambda: defaultdict(Redone))
     exceeded: set[int] = field(default_factory=set)
-    """Rows with a margin that changed by more than τ allows: τ was measured on copies too unlike these."""
 
     def compare(self, rows: Tensor, change: Tensor, allowed: float) -> float | None:
         """Record the changes of margins between two steps; return the largest if it is more than what is allowed."""
