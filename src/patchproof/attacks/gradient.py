@@ -25,7 +25,6 @@ from patchproof.geometry import (
     hidden_by,
     inside,
     mass_inside,
-    rects_of,
 )
 from patchproof.masking import Aim, CleanAnswers, Engine, Evaluator, Objective, Views, label_margin
 from patchproof.settings import AttackPlan
@@ -38,7 +37,7 @@ CANDIDATES = 4
 """Most patches of one image that are optimised together, so that memory does not grow with restarts or places."""
 
 OnStep = Callable[[int, int], None]
-"""Called after each step with its number and the number of steps; they begin again for each group of places."""
+"""Called after each step with its number and the number of steps; they begin again for each group of locations."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class GradientAttack(Attack):
                 rows = torch.nonzero(~best.broken)[:, 0]
                 if not len(rows):
                     continue
-                # Each of these attempts starts at every place of the group, image by image.
+                # Each of these attempts starts at every location of the group, image by image.
                 owner = rows.repeat_interleave(group.shape[1] * len(attempts))
                 place = group[rows].flatten(0, 1).repeat_interleave(len(attempts), dim=0)
                 attempt = attempts.repeat(len(rows) * group.shape[1])
@@ -107,7 +106,7 @@ class GradientAttack(Attack):
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
     def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r *k 4"]:
-        """Return the places to try on each image, best first."""
+        """Return the locations to try on each image, best first."""
         every, pairs = all_places(self.threat), self.threat.patches == 2
         fixed = None
         if self.place is not None:
@@ -119,7 +118,7 @@ class GradientAttack(Attack):
         if fixed is not None:
             return fixed.to(images.device).expand(len(images), *fixed.shape)
         every = every.to(images.device)
-        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each place.
+        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each location.
         view = self.objective.salient_views(clean.views).expand(len(images), -1)
         aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
         _, gradient = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
@@ -131,14 +130,14 @@ class GradientAttack(Attack):
             return every[best_places(score, every, self.plan.places)]
         best = best_pairs(score, every, self.plan.places)
         for row in range(len(images)):
-            # A pair leaves more open than each of its places, since fewer masks hide both.
+            # A pair leaves more open than each of its locations, since fewer masks hide both.
             hide_both = hides[best[row]].all(dim=1)
             (promising,) = self.objective.promising(clean[torch.tensor([row])], hide_both)
             best[row] = best[row][promising.long().argsort(descending=True, stable=True)]
         return every[best[:, : self.plan.places]]
 
     def _climb(self, clean: CleanAnswers, candidates: _Candidates, best: _Best) -> None:
-        """Take all steps for one group of places; images that break are taken out at the next look."""
+        """Take all steps for one group of locations; images that break are taken out at the next look."""
         aim = self.objective.aim(clean[candidates.owner], candidates.place, candidates.attempt)
         looks = {-(-self.plan.steps * look // LOOKS) for look in range(1, LOOKS + 1)}
         for step in range(self.plan.steps):
@@ -207,7 +206,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, aim: Aim) -> Tensor:
 
 
 class NoiseAttack(Attack):
-    """Tries patches of uniform noise on an even grid of places: all that is left against an unknown target."""
+    """Tries patches of uniform noise on an even grid of locations: all that is left against an unknown target."""
 
     def __init__(self, target: Target, threat: PatchThreat, plan: AttackPlan | None = None) -> None:
         super().__init__(target, threat)
@@ -221,9 +220,9 @@ class NoiseAttack(Attack):
         for place in places.repeat_interleave(self.plan.restarts, dim=0):
             tried = images.clone()
             for row, generator in enumerate(generators):
-                for rect in rects_of(as_rects(place[None])[0]):
-                    noise = torch.rand(images.shape[1], rect.height, rect.width, generator=generator)
-                    tried[row, :, rect.top : rect.bottom, rect.left : rect.right] = noise.to(images)
+                for top, left, height, width in place.view(-1, 4).tolist():
+                    noise = torch.rand(images.shape[1], height, width, generator=generator)
+                    tried[row, :, top : top + height, left : left + width] = noise.to(images)
             fell = wrong_answers(self.target, answers(self.target, tried), labels) & ~best.broken
             best.queries += ~best.broken
             best.images[fell], best.places[fell] = tried[fell], place

@@ -12,8 +12,7 @@ from torch import Tensor
 from patchproof.settings import Engine
 from patchproof.types import InputError, Precision
 
-SHARES = 10
-"""The audit counts margin changes up to 10%, 20%, …, 100% of what τ allows."""
+SHARES = 10  # the audit counts margin changes up to 10%, 20%, …, 100% of what τ allows
 
 
 def top_two(logits: Float[Tensor, "j classes"]) -> tuple[Int64[Tensor, " j"], Float[Tensor, " j"]]:
