@@ -91,9 +91,10 @@ class Redone:
     shares: list[int] = field(default_factory=lambda: [0] * SHARES)
 
     def add(self, other: Redone) -> None:
-        self.steps = dict(Counter(self.steps) + Counter(other.steps))
-        self.largest_change = max(self.largest_change, other.largest_change)
+        steps = dict(Counter(self.steps) + Counter(other.steps))
         self.shares = [a + b for a, b in zip(self.shares, other.shares, strict=True)]
+        self.steps = steps  # only now: nothing is added if either sum fails
+        self.largest_change = max(self.largest_change, other.largest_change)
 
 
 @dataclass
