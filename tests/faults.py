@@ -162,11 +162,11 @@ def quicken() -> None:
     import torch
 
     from patchproof.defenses import _base
-    from patchproof.masking import _drift, _memory, check_classifier
+    from patchproof.masking import _checks, _memory, check_classifier
     from patchproof.runs import _manifest, _measure
 
     torch.set_num_threads(1)
-    _memory.MOST_ON_CPU, _measure.MOST_COPIES, _drift.ALONE = 32, 16, 2
+    _memory.MOST_ON_CPU, _measure.MOST_COPIES, _checks.ALONE = 32, 16, 2
     _base.check_classifier = partial(check_classifier, copies=16)
     _manifest.source_commit, _manifest.versions = cache(_manifest.source_commit), cache(_manifest.versions)
 

@@ -1,4 +1,4 @@
-"""Attacks: what the base class refuses, that the search finds what there is to find, and that it has teeth."""
+"""Attacks: what the base class refuses, and that the search finds the patches there are (that it has teeth)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GREY, ZEROS = torch.full((2, 1, 8, 10), 0.25), torch.zeros(2, dtype=torch.int64)
 
 
 class Plugin(Attack):
-    """Proposes what `make(plugin, images, zeros)` returns, whatever that is."""
+    """An attack that proposes whatever `make(plugin, images, zeros)` returns."""
 
     def __init__(self, make, target=None):
         super().__init__(target or Undefended(seen_by(lambda images: images.flatten(1)[:, :3])), THREAT)
@@ -73,7 +73,7 @@ PARTS = "images", "places", "passes", "queries"
 
 
 def paint(change=PLACE, place=PLACE, value=1.0, then=lambda images: images):
-    """Changes the pixels of `change`, to `value`, and claims that the patch is at `place`."""
+    """A proposal that sets the pixels of `change` to `value` and claims that the patch is at `place`."""
 
     def make(_plugin, images, count):
         images[:, :, change.top : change.bottom, change.left : change.right] = value
@@ -150,21 +150,17 @@ def test_what_was_checked_is_what_the_target_of_before_the_search_is_asked():
         call(paint(), SimpleNamespace(predict=lambda images: torch.tensor(0)))
 
 
-def test_wrong_images_and_generators_are_named():
-    for images, count, message in (
-        (torch.zeros(2, 1, 7, 7), 2, r"the images are \(7, 7\), the threat is for \(8, 10\)"),
-        (255 * GREY, 2, r"images must be in \[0, 1\]"),
-        (GREY, 1, "2 images need as many generators, not 1"),
-    ):
+def test_wrong_images_are_refused():
+    for images, message in ((GREY[:, :, :7], r"height and width \(8, 10\)"), (255 * GREY, r"values in \[0, 1\]")):
         with pytest.raises(InputError, match=message):
-            Plugin(paint())(images, ZEROS, generators=generators(count))
+            Plugin(paint())(images, ZEROS, generators=generators(2))
 
 
-# --- the search finds what there is --------------------------------------------------------------------------------
+# --- the search finds the patches there are ------------------------------------------------------------------------
 
 
 def linear_case(seed: int):
-    """A linear classifier: the best patch is a corner of the cube, so brute force over 0 and 1 is exact."""
+    """A linear classifier: the best patch has only pixels 0 and 1, so brute force over these is exact."""
     generator = torch.Generator().manual_seed(seed)
     threat = pp.PatchThreat((4, 4), ((2, 2),))
     classifier = reference.ExactClassifier((4, 4), 3, generator, channels=1)
@@ -174,7 +170,7 @@ def linear_case(seed: int):
 
 
 def falls(target, image, label, threat) -> bool:
-    """By any black-and-white patch anywhere; an alarm is no fall."""
+    """True if any black-and-white patch at any location changes the answer to another label (an alarm is none)."""
     contents = torch.tensor(list(itertools.product([0.0, 1.0], repeat=4))).view(-1, 1, 2, 2)
     for r in reference.all_patches(threat.image_size, threat.patch_sizes[0]):
         patched = image.repeat(len(contents), 1, 1, 1)
@@ -202,7 +198,7 @@ def test_exhaustive_margin_attack_breaks_exactly_what_brute_force_breaks(seed):
     [(pp.PatchCleanser, 1), (pp.Alarm, 2), pytest.param(pp.PatchCleanser, 9, marks=pytest.mark.slow)],
 )
 def test_adaptive_attacks_break_nearly_all_that_brute_force_breaks(kind, cases):
-    """Against the whole defence: every place, every black-and-white patch, judged by predict."""
+    """Brute force tries every black-and-white patch at every location on the whole defence, judged by predict."""
     brute, attacked = set(), set()
     for seed in range(cases):
         threat, classifier, images, labels = linear_case(seed)
@@ -222,7 +218,7 @@ def test_adaptive_attacks_break_nearly_all_that_brute_force_breaks(kind, cases):
 
 
 @pytest.mark.parametrize("search", ["gradient", pytest.param("grid", marks=pytest.mark.slow)])
-def test_what_is_found_depends_on_no_batch_order_or_chunk_and_no_pass_is_larger_than_the_chunk(search):
+def test_findings_are_independent_of_batch_and_order_and_no_pass_is_larger_than_the_chunk(search):
     generator = torch.Generator().manual_seed(4)
     threat = pp.PatchThreat((9, 8), ((3, 3),))
     curved, seen = reference.Curved((9, 8), 4, generator), {True: 0, False: 0}
@@ -272,7 +268,7 @@ def test_many_restarts_take_no_more_memory_and_each_is_another_start(generator, 
     assert len(pixels) == 11
 
 
-def test_every_seed_image_and_turn_has_a_stream_of_its_own():
+def test_every_seed_image_and_turn_has_its_own_random_stream():
     streams = {
         key: torch.rand(4, generator=image_generator(key[0], key[1], turn=key[2])).tolist()
         for key in itertools.product((0, 1, 12), (0, 1, 21), (0, 1))
@@ -292,7 +288,7 @@ def test_images_answered_wrongly_as_they_are_need_no_patch():
         attack_in_turn([], images, labels, seed=0, indices=range(8))
 
 
-def test_gradient_patches_break_more_than_noise_which_is_for_defences_that_say_nothing_of_themselves():
+def test_gradient_patches_break_more_than_noise_which_is_for_unknown_defences():
     network, source = plain_classifier(), open_dataset("fashion-mini")
     images = torch.from_numpy(source.pixels[:24])[:, None].expand(-1, 3, -1, -1) / 255
     threat, target = pp.PatchThreat.square(image_size=(28, 28), pixels=4), Undefended(seen_by(network))
@@ -312,7 +308,7 @@ def test_gradient_patches_break_more_than_noise_which_is_for_defences_that_say_n
 
 
 class Startled:
-    """Answers 0 unless bright pixels are visible; a clean, dark image is certified, and one bright patch upsets F."""
+    """A classifier that answers 0 unless it sees bright pixels: dark images are certified, a bright patch upsets F."""
 
     fill = (0.2,)
 
@@ -322,9 +318,9 @@ class Startled:
 
 
 class StartledInTheDark(Startled):
-    """As above, but only while the pixel in the corner is hidden; otherwise bright pixels reassure it.
+    """Startled only while the corner pixel is hidden; otherwise bright pixels reassure it.
 
-    So a majority pulls the patch to the dark, and only the row of copies that hides the corner can be turned.
+    So a loss over the majority makes the patch dark, and only the row of copies that hides the corner can be turned.
     """
 
     def __call__(self, images):
@@ -358,7 +354,7 @@ def test_double_masking_holds_where_both_broken_defences_fall():
 
 @pytest.mark.parametrize("number", [0, 4, 7])
 def test_whichever_mask_is_removed_the_attack_goes_where_it_was(number):
-    """Without any hint but the mask set: the guided search tries six of a hundred places."""
+    """The search knows the mask set, not which mask is missing, and tries six of a hundred locations."""
     true = dark_defense(Startled())
     fewer = campaign.without_mask(true.masks, number)
     broken = campaign.MaskRemoved(true.classifier, fewer, DARK_THREAT, engine=true.engine)
@@ -368,7 +364,7 @@ def test_whichever_mask_is_removed_the_attack_goes_where_it_was(number):
 
 
 class StartledTwice(Startled):
-    """Answers 0 unless bright pixels are visible in the left and in the right third: no one patch is in both."""
+    """Answers 0 unless it sees bright pixels in the left and in the right third, where no single patch reaches both."""
 
     def __call__(self, images):
         left, right = (super(StartledTwice, self).__call__(part)[:, 1] for part in (images[..., :4], images[..., 8:]))

@@ -1,4 +1,4 @@
-"""`patchproof attack` as a user types it: the sandwich in records and results, resuming, and what a break leaves."""
+"""`patchproof attack` as a user types it: records and results, resuming, and what a broken certificate leaves."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(command
 
 
 def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_path):
-    """So a kill loses at most one image."""
+    """A kill loses at most one image."""
     defense = pp.defense(
         "patchcleanser", pp.load_checkpoint(checkpoint), pp.PatchThreat((28, 28), ((2, 2),)), per_axis=2
     )
@@ -177,7 +177,7 @@ def test_every_step_is_shown_and_every_image_recorded_by_itself(checkpoint, tmp_
 
 
 def test_a_dry_run_says_how_long_attacks_may_take(checkpoint, capsys):
-    """A hundred times the steps take longer by far; a run that is there is no reason to refuse."""
+    """A hundred times the steps take far longer; an existing run is no reason to refuse."""
     common = ("--weights", checkpoint, "--patch", "2px", "--masks", 2, "--limit", 4, "--dry-run", "--json")
     Path("r").mkdir()
     Path("r/manifest.json").write_text("{}")
@@ -223,7 +223,7 @@ def dark_photos(tmp_path) -> tuple:
 
 @pytest.fixture
 def literal_rule(monkeypatch):
-    """Double masking answers by the paper's wording."""
+    """Replace double masking by the paper's literal wording, which can be broken."""
 
     def defense(_, classifier, threat, *, engine, per_axis, exhaustive=False):
         masks = pp.covering_masks(threat, per_axis=per_axis)
@@ -307,8 +307,3 @@ def test_a_certificate_broken_in_a_campaign_is_kept(dark_photos, literal_rule, c
     kept = sorted(Path("c/double-masking/broken").iterdir())
     assert len(kept) == 2
     assert load_file(kept[0] / "pixels.safetensors")["patch"].shape == (3, 3, 3)
-
-
-def test_wrong_settings_of_a_campaign_are_named():
-    with pytest.raises(SystemExit, match="campaign: a patch looks like 3%, 39px or 20x60px, not `nan`"):
-        campaign.main(["--weights", "random", "--patch", "nan"])

@@ -23,7 +23,7 @@ BF16 = reference.measured(precision="bf16", tau=0.1)
 
 
 class Camera:
-    """Remembers every batch it was given; its memory holds `room` images at once."""
+    """A classifier that keeps every batch it is given and runs out of memory beyond `room` images at once."""
 
     fill = (0.25, 0.75)
 
@@ -43,7 +43,7 @@ class Camera:
 
 
 @given(st.integers(1, 60), st.integers(0, 2**32))
-def test_the_classifier_sees_exactly_the_pixels_the_masks_leave_a_chunk_at_a_time(chunk, seed):
+def test_the_classifier_sees_exactly_the_visible_pixels_one_chunk_at_a_time(chunk, seed):
     generator, camera = torch.Generator().manual_seed(seed), Camera()
     images = torch.rand(3, 2, 9, 9, generator=generator)
     copies = Copies(*(torch.randint(high, (20,), generator=generator) for high in (3, 9, 9)))
@@ -55,8 +55,8 @@ def test_the_classifier_sees_exactly_the_pixels_the_masks_leave_a_chunk_at_a_tim
         assert torch.equal(copy, reference.hide(images[image], (MASKS.rects[a], MASKS.rects[b]), camera.fill))
 
 
-def test_of_a_batch_nothing_is_kept_but_its_answers_in_one_tensor():
-    """A small tensor kept from each batch took the place of the next one: the heap grew by a batch at each pass."""
+def test_nothing_is_kept_of_a_batch_but_its_answers_in_one_tensor():
+    """Small tensors kept from each batch fragmented the heap, which grew by one batch at each pass."""
     alive = []
 
     def read(logits, _):
@@ -92,10 +92,8 @@ def test_label_gap_and_margin_equal_their_definitions_ties_included(rows, label)
 
 def test_evaluation_leaves_no_graph_and_the_global_arithmetic_as_it_was_and_needs_eval_mode():
     model, image = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), torch.zeros(1, 1, 2, 2)
-    with pytest.raises(CheckError, match=r"training mode \(3 modules, e\.g\. itself\)"):
+    with pytest.raises(CheckError, match=r"training mode \(e\.g\. itself\)"):
         network(model)
-    with pytest.raises(CheckError, match=r"training mode \(1 module, e\.g\. itself\)"):
-        network(nn.Flatten())
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     for precision in ("fp32", "tf32", "bf16"):
         logits = network(model.eval(), precision=precision)(image, None)
@@ -104,14 +102,18 @@ def test_evaluation_leaves_no_graph_and_the_global_arithmetic_as_it_was_and_need
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
-def test_wrong_engine_settings_are_refused():
-    with pytest.raises(InputError, match="batch_size must be a positive number or `auto`, not 0"):
-        pp.Engine(batch_size=0)
-    for taus in ({"tau_fp32": 0.0}, {"tau": float("nan")}):
-        with pytest.raises(InputError, match="tau cannot be negative and tau_fp32 must be above 0"):
-            reference.measured(**taus)
-    with pytest.raises(InputError, match="bf16 labels need a τ above 0 to count"):
-        reference.measured(precision="bf16")
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"batch_size": 0}, "batch_size must be a positive number or `auto`, not 0"),
+    ({"tau_fp32": 0.0}, "tau cannot be negative and tau_fp32 must be above 0"),
+    ({"tau": float("nan")}, "tau cannot be negative and tau_fp32 must be above 0"),
+    ({"precision": "bf16"}, "bf16 labels need a τ above 0 to count"),
+    ({"tau_fp32": 0.1, "tau_tf32": 0.0}, "tau_tf32 must be at least"),
+    ({"precision": "auto"}, "`auto` is for Engine"),
+    ({"compile": "auto"}, "`auto` is for Engine"),
+])  # fmt: skip
+def test_wrong_engine_settings_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        reference.measured(**settings)
 
 
 # --- memory and shapes -----------------------------------------------------------------------------------------------
@@ -131,19 +133,12 @@ def test_running_out_of_memory_halves_the_chunk_for_good_and_changes_no_answer(g
     assert evaluator.chunk == 64 // 2**failed
     assert failed <= 6, "found out once, not in every batch"
     assert evaluator.passes == 2 * 36
-
-
-def test_memory_for_not_even_one_image_and_other_errors_are_raised():
-    def broken(images):
-        raise RuntimeError("expected scalar type Half")
-
-    for classifier, error in ((Camera(room=0), torch.OutOfMemoryError), (broken, RuntimeError)):
-        with pytest.raises(error):
-            pp.two_mask_labels(classifier, torch.zeros(1, 2, 9, 9), MASKS, engine=pp.Engine(batch_size=4))
+    with pytest.raises(torch.OutOfMemoryError):
+        Evaluator(Camera(room=0), pp.Engine(batch_size=4)).labels(images)
 
 
 class Compilable(nn.Module):
-    """Offers a fast form of itself that remembers the batches it was given, with whether it was compiled."""
+    """A classifier whose fast form keeps every batch it is given, and whether the form was compiled."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +176,7 @@ def test_compiled_passes_have_one_shape_and_layout_and_padding_wastes_less_than_
         assert batch.is_contiguous(memory_format=layout), "another layout would be compiled anew, and convolved slowly"
 
 
-def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them():
+def test_images_arrive_in_order_with_their_items_and_errors_arrive_last():
     def batches():
         yield "a", torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
         yield "b", torch.zeros(2, 3, 2, 2)
@@ -199,7 +194,7 @@ def test_images_arrive_in_order_with_what_belongs_to_them_and_errors_after_them(
 
 
 class TwoWays:
-    """Answers some logits in fast arithmetic and others in float32, whatever it is shown."""
+    """A classifier with constant logits: `fast` in a fast precision and `exact` in float32."""
 
     def __init__(self, fast, exact):
         self.fast, self.exact = torch.tensor([fast]), torch.tensor([exact])
@@ -228,8 +223,8 @@ def test_a_fast_label_within_tau_is_decided_again_in_float32(fast, exact, label,
 
 
 def test_images_are_prepared_once_and_answers_are_those_of_each_copy_alone():
-    """Also with a mask colour other than the mean, with NaN hidden, and with a classifier whose forward does more: a
-    subclass, one with a hook, one with another forward."""
+    """This holds with a mask colour other than the mean, with NaN in hidden pixels, and for a classifier whose forward
+    does more than prepare images: a subclass, one with a hook, one with another forward."""
 
     class Louder(ImageClassifier):
         def forward(self, images):
@@ -260,8 +255,8 @@ def test_images_are_prepared_once_and_answers_are_those_of_each_copy_alone():
 
 
 def test_a_certificate_asks_only_whether_a_label_is_the_images_own():
-    """Labels 1 and 2 are tied in the fast pass, so which of them wins is decided in float32, but neither is label 0,
-    and for a certificate that is all."""
+    """Labels 1 and 2 are tied in the fast pass, so float32 decides which of them wins. Neither is label 0, which is all
+    that a certificate for label 0 asks."""
     classifier, images = TwoWays((0.0, 1.0, 0.96), (0.0, 0.97, 1.0)), torch.zeros(1, 1, 9, 9)
     every = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16, exhaustive=True)
     for label, passes in ((0, 1), (1, 2), (2, 2)):
@@ -271,7 +266,7 @@ def test_a_certificate_asks_only_whether_a_label_is_the_images_own():
     table = every.pairs(images, torch.tensor([0])).table
     table.evaluate_all(settle=False)
     table.against(torch.tensor([1]))
-    assert not table.right().any(), "what was not settled is not known about another label"
+    assert not table.right().any(), "a cell that was not settled is unknown for another label"
     table.evaluate_all()
     assert table.label.unique().tolist() == [2]
 
@@ -289,8 +284,8 @@ def test_an_infinite_float32_lead_certifies_nothing():
         ((0.05, 0.0, 0.0), (5.0, 0.0, 0.0), 4.95),
     ],
 )
-def test_a_change_above_tau_is_that_of_the_fast_labels_margin_and_ends_a_certification(fast, exact, change):
-    """The difference of the two leads would be 0.02, 0.03 and 4.95: a flip between near-ties would pass unnoticed."""
+def test_a_fast_labels_margin_that_changes_by_more_than_tau_ends_a_certification(fast, exact, change):
+    """The difference of the two top-1 margins is 0.02, 0.03 and 4.95: a flip between near-ties would be missed."""
     classifier, images = TwoWays(fast, exact), torch.zeros(1, 1, 9, 9)
     defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=BF16)
     with pytest.raises(CheckError, match=rf"changed by {change} between bf16 and fp32, more than the 0.1 that .* τ"):
@@ -304,7 +299,7 @@ def test_a_change_above_tau_is_that_of_the_fast_labels_margin_and_ends_a_certifi
 
 
 class ThreeWays(TwoWays):
-    """And others in TF32, which no CPU has: told by the switch."""
+    """A third answer in TF32, which no CPU has: recognised by torch's switch for it."""
 
     def __init__(self, fast, between, exact):
         super().__init__(fast, exact)
@@ -325,7 +320,7 @@ class ThreeWays(TwoWays):
         ((0.0, 0.05), (torch.nan, 0.0), (0.01, 0.0), 0, {"fp32": 1}),
     ],
 )
-def test_a_label_goes_only_as_far_as_it_must(fast, between, exact, label, steps):
+def test_a_label_is_decided_in_the_first_precision_that_suffices(fast, between, exact, label, steps):
     engine = reference.measured(precision="bf16", tau=0.1, tau_tf32=0.03, tau_fp32=1e-6)
     evaluator = Evaluator(ThreeWays(fast, between, exact), engine)
     found = evaluator.answers(torch.zeros(1, 1, 9, 9), None, Copies.unmasked(1))
@@ -342,7 +337,7 @@ def test_a_change_above_tau_between_any_two_steps_is_found():
             evaluator.labels(torch.zeros(1, 1, 9, 9))
 
 
-def test_of_tau_only_what_is_not_for_float32_may_be_used_up_by_the_fast_precision():
+def test_a_fast_precision_may_use_up_tau_minus_the_share_of_float32():
     """A certificate in float32 at its own τ, answered in bf16, needs both shares."""
     engine = reference.measured(precision="bf16", tau=0.1, tau_fp32=0.04)
     for change, exceeded in ((0.05, set()), (0.07, {0})):

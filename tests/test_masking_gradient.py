@@ -1,4 +1,4 @@
-"""Gradients of masked copies: what an attacker sees of a defence, in chunks and in any precision."""
+"""Gradients of a loss over masked copies, as attacks use them: in chunks and in any precision."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_gradient_is_autograds_whatever_the_chunk_also_through_the_classifie
 
 
 class Counted(reference.Curved):
-    """Notes how many images it is shown at a time; more than it has memory for are too many."""
+    """A classifier that notes its batch sizes and runs out of memory beyond `room` images at once."""
 
     def __init__(self, *arguments, room=10**9):
         super().__init__(*arguments)
@@ -73,12 +73,12 @@ class Counted(reference.Curved):
 
 
 def away(logits, labels, _aim):
-    """A loss that grows as the labels lose their lead."""
+    """A loss that grows as the labels' margins shrink."""
     return -label_margin(logits, labels).sum(dim=1)
 
 
 def three_copies_of_six(*, chunk, fixed=False, room=10**9):
-    """The gradient of six candidates with three copies each, and the passes it took."""
+    """The gradient of six candidates with three copies each, and the sizes of the passes."""
     generator = torch.Generator().manual_seed(7)
     classifier = Counted((6, 7), 3, generator, room=room)
     images, view = torch.rand(6, 2, 6, 7, generator=generator), torch.randint(4, (6, 3), generator=generator)
@@ -107,7 +107,7 @@ def test_an_attack_goes_on_in_smaller_chunks_when_memory_runs_out():
 
 
 class Shapes:
-    """Notes how many images each form of it is shown: `compiled` or not, with gradients or without."""
+    """A classifier whose fast form notes for each batch: compiled?, with gradients?, how many images."""
 
     def __init__(self):
         self.seen = []
@@ -126,7 +126,7 @@ class Shapes:
 def test_only_whole_passes_with_gradients_are_compiled(generator):
     classifier, images = Shapes(), torch.rand(4, 2, 6, 7, generator=generator)
     evaluator = Evaluator(classifier, pp.Engine(batch_size=32, precision="bf16", compile=True))
-    for copies, size in ((1, 4), (2, 8)):  # of four candidates: half of a pass of eight, and all of it
+    for copies, size in ((1, 4), (2, 8)):  # copies of four candidates fill half of a pass of eight, or all of it
         classifier.seen.clear()
         view = torch.zeros(4, copies, dtype=torch.int64)
         aim = Aim(view, torch.ones_like(view, dtype=torch.bool), torch.zeros(4, dtype=torch.int64))
@@ -142,11 +142,11 @@ def cross_entropy(logits, labels, _aim):
 @pytest.mark.parametrize(("precision", "sure", "alike"), [
     ("bf16", 1.0, 0.98),
     ("fp16", 1.0, 0.98),
-    ("bf16", 2000.0, 0.7),  # its logits are coarse, so copies weigh otherwise
+    ("bf16", 2000.0, 0.7),  # coarse logits change the weight of each copy
     ("fp16", 2000.0, 0.98),
 ])  # fmt: skip
 def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator, precision, sure, alike):
-    """Also where the network is sure: the slope of its cross-entropy is then far below the smallest number of fp16."""
+    """If the network is sure, the slope of its cross-entropy is far below the smallest number of fp16."""
     classifier = load_classifier("small", "random").eval()
     with torch.no_grad():
         [m for m in classifier.modules() if isinstance(m, torch.nn.Linear)][-1].weight.mul_(sure)
@@ -168,7 +168,7 @@ def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator,
 
 
 def slope_of(classifier, loss, *, count=3, **engine):
-    """∂loss/∂pixels of some images seen whole."""
+    """∂loss/∂pixels of some unmasked images."""
     images = torch.rand(count, 2, 6, 7, generator=torch.Generator().manual_seed(1))
     labels = torch.zeros(count, dtype=torch.int64)
     aim = Aim(labels[:, None], torch.ones(count, 1, dtype=torch.bool), labels)
@@ -183,7 +183,7 @@ def test_a_slope_of_any_size_is_carried_exactly(generator, size):
 
 
 class Broken(torch.autograd.Function):
-    """The images; on the way back an infinite slope at one pixel and none at another, and a note of the arithmetic."""
+    """The identity; its backward pass makes one slope infinite and one NaN, and notes the arithmetic."""
 
     allowed: ClassVar[list[tuple[bool, bool]]] = []
 
@@ -200,7 +200,7 @@ class Broken(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", False), ("tf32", True)])
-def test_a_pixel_without_a_gradient_keeps_still_and_the_way_back_is_in_the_arithmetic_asked_for(
+def test_a_pixel_without_a_finite_slope_gets_none_and_the_backward_pass_has_the_arithmetic_asked_for(
     generator, precision, allowed
 ):
     Broken.allowed.clear()

@@ -1,7 +1,4 @@
-"""What an attack is: it returns patched images, and nothing it returns is believed before it has been checked.
-
-Attacks run in turn on a batch: each on the images that the ones before could not break.
-"""
+"""The base class of attacks, whose results are checked before they are believed, and running several of them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.geometry import PatchThreat, Rect, Rects, rects_of, size_words
-from patchproof.masking import Evaluator
+from patchproof.masking import Evaluator, require_images
 from patchproof.types import CheckError, InputError
 
 
@@ -29,7 +26,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Undefended:
-    """predict(x) = F(x)."""
+    """A classifier without a defence: predict(x) = F(x)."""
 
     evaluator: Evaluator
 
@@ -39,9 +36,9 @@ class Undefended:
 
 @dataclass(frozen=True)
 class Patched:
-    """What an attack proposes: image b carries a patch at `places[b]`, or each of two at one of these.
+    """An attack's proposal: image b carries a patch at `places[b]`, or two patches at the two locations there.
 
-    `passes` counts the masked copies that the classifier saw on the way, `queries` how often the target was asked.
+    `passes` counts the masked copies that the classifier evaluated, `queries` the predictions of the target.
     """
 
     images: Float[Tensor, "b c h w"]
@@ -52,18 +49,16 @@ class Patched:
 
 @dataclass(frozen=True)
 class Attacked(Patched):
-    """A proposal within the threat, with the target's answers to it; `labels` are the right ones."""
+    """A proposal within the threat, with the target's predictions for it and whether they break it."""
 
-    labels: Int64[Tensor, " b"]
     predictions: Int64[Tensor, " b"]
     broken: Bool[Tensor, " b"]
 
 
 class Attack(ABC):
-    """A subclass writes `search`. Calling it hands the result on only if each image carries a patch of the threat.
+    """An attack on a target: a subclass writes `search`, and calling the attack checks what it returns.
 
-    `search` works on copies, so it cannot move the images that its result is compared with; and the answers come from
-    the target itself, never from the attack.
+    `search` works on copies, so it cannot change what its result is compared with; predictions come from the target.
     """
 
     def __init__(self, target: Target, threat: PatchThreat) -> None:
@@ -71,29 +66,17 @@ class Attack(ABC):
 
     @abstractmethod
     def search(
-        self,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        generators: Sequence[torch.Generator],
+        self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
-        """The strongest patch found for each image; everything random about image b is drawn from `generators[b]`."""
+        """Return the strongest patch found for each image; randomness for image b comes from `generators[b]` alone."""
 
     @final
     def __call__(
-        self,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"],
-        *,
-        generators: Sequence[torch.Generator],
+        self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], *, generators: Sequence[torch.Generator]
     ) -> Attacked:
-        """Search, check, and ask the target: the target and the threat of before the search."""
+        """Search, check the result, and ask the target; a search cannot exchange the target or the threat."""
         target, threat, name = self.target, self.threat, type(self).__name__
-        if tuple(images.shape[-2:]) != threat.image_size:
-            raise InputError(f"the images are {tuple(images.shape[-2:])}, the threat is for {threat.image_size}")
-        if not bool(((images >= 0) & (images <= 1)).all()):
-            raise InputError("images must be in [0, 1] and finite; divide 0-255 values by 255")
-        if len(generators) != len(images):
-            raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
+        require_images(images, threat.image_size)
         found = self.search(images.clone(), labels.clone(), generators)
         if not isinstance(found, Patched):
             raise CheckError(f"{name}.search must return attacks.Patched(…), not {type(found).__name__}")
@@ -101,17 +84,17 @@ class Attack(ABC):
         patched = found.images.detach().clone()
         predictions = answers(target, patched)
         broken = wrong_answers(target, predictions, labels)
-        return Attacked(patched, found.places, found.passes, found.queries + 1, labels, predictions, broken)
+        return Attacked(patched, found.places, found.passes, found.queries + 1, predictions, broken)
 
 
 def wrong_answers(target: Target, predictions: Int64[Tensor, " b"], labels: Int64[Tensor, " b"]) -> Bool[Tensor, " b"]:
-    """Which answers are not what the target promises: the label, or for detection the label or an alarm (−1)."""
+    """True for a wrong label; an alarm (−1) of a target that guarantees detection is no wrong answer."""
     wrong = predictions != labels
     return wrong & (predictions >= 0) if getattr(target, "guarantee", None) == "detection" else wrong
 
 
 def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
-    """What the target answers to a copy of the images, which stay as they are whatever it does."""
+    """Return the target's predictions for a copy of the images, so that it cannot change them."""
     found = target.predict(images.clone())
     if not isinstance(found, Tensor) or found.shape != (len(images),):
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -120,7 +103,7 @@ def answers(target: Target, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "
 
 
 def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: PatchThreat, *, name: str) -> None:
-    """x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], equal to x outside one rectangle of 𝓡, or two. The first violation is named."""
+    """Check x′ ∈ 𝓐_𝓡(x): finite, in [0, 1], equal to x outside one rectangle of 𝓡 (or two); name a violation."""
     patched, image = found.images, Rect(0, 0, *threat.image_size)
     got, wanted = ((tuple(x.shape), x.dtype, x.device) for x in (patched, images))
     if got != wanted:
@@ -134,10 +117,10 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
         raise CheckError(f"{name} returned pixels in [{low:g}, {high:g}]; images are finite and in [0, 1]")
     changed = (patched != images).any(dim=1)
     for number, (outside, place) in enumerate(zip(changed, found.places, strict=True)):
-        where = f"{name}, image {number} of the batch"
-        if len(rects_of(place)) > threat.patches:
-            raise CheckError(f"{where}: {len(rects_of(place))} patches, the threat is {threat.words}")
-        for rect in rects_of(place):
+        where, rects = f"{name}, image {number} of the batch", rects_of(place)
+        if len(rects) > threat.patches:
+            raise CheckError(f"{where}: {len(rects)} patches, the threat is {threat.words}")
+        for rect in rects:
             if (rect.height, rect.width) not in threat.patch_sizes:
                 allowed = size_words(*threat.patch_sizes)
                 raise CheckError(f"{where}: a patch of {rect.height}×{rect.width} pixels, allowed is {allowed}")
@@ -152,7 +135,7 @@ def check_patched(images: Float[Tensor, "b c h w"], found: Patched, threat: Patc
 
 
 def image_generator(seed: int, index: int, *, turn: int = 0) -> torch.Generator:
-    """A stream of its own for every (seed, image, turn), so that no draw depends on the other images of a batch."""
+    """Return a generator for this (seed, image, turn) alone, so that no draw depends on the rest of the batch."""
     digest = hashlib.sha256(f"{seed}/{index}/{turn}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -165,33 +148,27 @@ def attack_in_turn(
     seed: int,
     indices: Sequence[int],
 ) -> Attacked:
-    """The strongest patch that any of the attacks found for each image.
+    """Run the attacks one after the other, each on the images not yet broken; return the last patch tried on each.
 
     An image that is answered wrongly as it is counts as broken: a patch may also leave all pixels as they are.
     """
     if not attacks:
         raise InputError("there is no attack to run; name at least one, or call pp.attack(…), which has its own")
-    first, none = attacks[0], torch.zeros_like(labels)
-    corner = Rect(0, 0, *first.threat.patch_sizes[0])
-    places: list[Rects] = [corner if first.threat.patches == 1 else (corner, corner)] * len(images)
-    predictions = answers(first.target, images)
-    wrong = wrong_answers(first.target, predictions, labels)
-    found = Attacked(images.clone(), tuple(places), none, none + 1, labels, predictions, wrong)
+    target, threat = attacks[0].target, attacks[0].threat
+    corner = Rect(0, 0, *threat.patch_sizes[0])
+    places: list[Rects] = [corner if threat.patches == 1 else (corner, corner)] * len(images)
+    patched, passes, queries = images.clone(), torch.zeros_like(labels), torch.ones_like(labels)
+    predictions = answers(target, images).clone()
+    broken = wrong_answers(target, predictions, labels)
     for turn, attack in enumerate(attacks):
-        rows = torch.nonzero(~found.broken)[:, 0]
+        rows = torch.nonzero(~broken)[:, 0]
         if not len(rows):
             break
         generators = [image_generator(seed, indices[row], turn=turn) for row in rows.tolist()]
-        now = Attack.__call__(attack, images[rows], labels[rows], generators=generators)  # with its checks
-        for row, place in zip(rows.tolist(), now.places, strict=True):
+        found = Attack.__call__(attack, images[rows], labels[rows], generators=generators)  # with its checks
+        for row, place in zip(rows.tolist(), found.places, strict=True):
             places[row] = place
-        found = Attacked(
-            found.images.index_copy(0, rows, now.images),
-            tuple(places),
-            found.passes.index_add(0, rows, now.passes),
-            found.queries.index_add(0, rows, now.queries),
-            labels,
-            found.predictions.index_copy(0, rows, now.predictions),
-            found.broken.index_copy(0, rows, now.broken),
-        )
-    return found
+        patched[rows], predictions[rows], broken[rows] = found.images, found.predictions, found.broken
+        passes[rows] += found.passes
+        queries[rows] += found.queries
+    return Attacked(patched, tuple(places), passes, queries, predictions, broken)

@@ -1,7 +1,4 @@
-"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several places.
-
-And noise, for targets that say nothing of themselves; which attacks a classifier or a defence gets.
-"""
+"""Projected gradient ascent inside a patch: sign steps with momentum, from several starts, at several locations."""
 
 from __future__ import annotations
 
@@ -28,28 +25,24 @@ from patchproof.geometry import (
     hidden_by,
     inside,
     mass_inside,
-    rects_of,
 )
 from patchproof.masking import Aim, CleanAnswers, Engine, Evaluator, Objective, Views, label_margin
 from patchproof.settings import AttackPlan
 from patchproof.types import Size
 
 LOOKS = 4
-"""How often, in the course of its steps, a patch is shown to the target; an image that breaks is left alone then."""
+"""How often a patch is shown to the target in the course of its steps; an image that breaks is then left alone."""
 
 CANDIDATES = 4
-"""Patches of one image that are optimised together, at most: some places with all their starts, or some starts at one
-place; memory does not grow with either."""
-
-MOMENTUM = 0.9
+"""Most patches of one image that are optimised together, so that memory does not grow with restarts or places."""
 
 OnStep = Callable[[int, int], None]
-"""Called after each step with its number and how many there are; the steps begin again for each group of places."""
+"""Called after each step with its number and the number of steps; they begin again for each group of locations."""
 
 
 @dataclass(frozen=True)
 class Misclassify(Objective):
-    """F(x′) ≠ y: the undefended classifier, seen without masks."""
+    """F(x′) ≠ y for the undefended classifier, which sees no masks."""
 
     kind: Literal["cross-entropy", "margin"] = "cross-entropy"
 
@@ -67,9 +60,9 @@ class Misclassify(Objective):
 
 
 class GradientAttack(Attack):
-    """Climb an objective's loss at the most promising places; the target's own answer says when an image is broken.
+    """Climbs an objective's loss at the most promising locations; the target's own answer tells if an image is broken.
 
-    `place` fixes where the patch goes, or the two; otherwise the plan says how places are found.
+    `place` fixes the location of the patch, or of both; otherwise the plan says how locations are found.
     """
 
     def __init__(
@@ -100,7 +93,7 @@ class GradientAttack(Attack):
                 rows = torch.nonzero(~best.broken)[:, 0]
                 if not len(rows):
                     continue
-                # Each of these starts at every place of the group, image by image.
+                # Each of these attempts starts at every location of the group, image by image.
                 owner = rows.repeat_interleave(group.shape[1] * len(attempts))
                 place = group[rows].flatten(0, 1).repeat_interleave(len(attempts), dim=0)
                 attempt = attempts.repeat(len(rows) * group.shape[1])
@@ -113,38 +106,38 @@ class GradientAttack(Attack):
         return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
     def places(self, clean: CleanAnswers, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b r *k 4"]:
-        """The places to try on each image, best first."""
-        count, device, every = len(images), images.device, all_places(self.threat)
-        fixed = None if self.place is None else as_places(self.place)
-        if fixed is None and self.plan.place_search == "grid":
+        """Return the locations to try on each image, best first."""
+        every, pairs = all_places(self.threat), self.threat.patches == 2
+        fixed = None
+        if self.place is not None:
+            fixed = as_places(self.place)
+        elif self.plan.place_search == "grid":
             fixed = grid_places(self.threat, self.plan.places)
-        elif fixed is None and self.plan.place_search == "exhaustive":
-            fixed = every if self.threat.patches == 1 else every_pair(every)
+        elif self.plan.place_search == "exhaustive":
+            fixed = every_pair(every) if pairs else every
         if fixed is not None:
-            return fixed.to(device).expand(count, *fixed.shape)
-        every = every.to(device)
-        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each place.
-        view = self.objective.salient_views(clean.views).expand(count, -1)
+            return fixed.to(images.device).expand(len(images), *fixed.shape)
+        every = every.to(images.device)
+        # Σ_c |∂ cross-entropy / ∂x| over the objective's salient views, summed over the pixels of each location.
+        view = self.objective.salient_views(clean.views).expand(len(images), -1)
         aim = Aim(view, torch.ones_like(view, dtype=torch.bool), clean.labels)
         _, gradient = self.evaluator.gradient(images, clean.labels, clean.views, aim, _cross_entropy)
         mass = mass_inside(gradient.abs().sum(dim=1), every)
         score = mass / mass.amax(dim=1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         hides = hidden_by(every, clean.views.masks)
-        promising = self.objective.promising(clean, hides)
-        if promising is not None:
-            score = score + 2 * promising
-        if self.threat.patches == 1:
+        score = score + 2 * self.objective.promising(clean, hides)
+        if not pairs:
             return every[best_places(score, every, self.plan.places)]
-        pairs = best_pairs(score, every, self.plan.places)
-        for row in range(count if promising is not None else 0):
-            # A pair leaves more open than each of its places, since fewer masks hide both.
-            left = self.objective.promising(clean[torch.tensor([row])], hides[pairs[row]].all(dim=1))
-            assert left is not None
-            pairs[row] = pairs[row][left[0].long().argsort(descending=True, stable=True)]
-        return every[pairs[:, : self.plan.places]]
+        best = best_pairs(score, every, self.plan.places)
+        for row in range(len(images)):
+            # A pair leaves more open than each of its locations, since fewer masks hide both.
+            hide_both = hides[best[row]].all(dim=1)
+            (promising,) = self.objective.promising(clean[torch.tensor([row])], hide_both)
+            best[row] = best[row][promising.long().argsort(descending=True, stable=True)]
+        return every[best[:, : self.plan.places]]
 
     def _climb(self, clean: CleanAnswers, candidates: _Candidates, best: _Best) -> None:
-        """All steps for one group of places; what breaks is taken out at the next look."""
+        """Take all steps for one group of locations; images that break are taken out at the next look."""
         aim = self.objective.aim(clean[candidates.owner], candidates.place, candidates.attempt)
         looks = {-(-self.plan.steps * look // LOOKS) for look in range(1, LOOKS + 1)}
         for step in range(self.plan.steps):
@@ -165,7 +158,7 @@ class GradientAttack(Attack):
 
 @dataclass
 class _Candidates:
-    """Patches being optimised: candidate j is on image `owner[j]`."""
+    """Patches that are optimised together: candidate j is on image `owner[j]`."""
 
     owner: Int64[Tensor, " j"]
     place: Int64[Tensor, "j *k 4"]
@@ -178,10 +171,10 @@ class _Candidates:
         return _Candidates(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def step(self, gradient: Tensor, size: float) -> None:
-        """Up the sign of the running gradient, inside the patch and inside [0, 1]."""
+        """Move up the sign of the running gradient, inside the patch and inside [0, 1]."""
         gradient = gradient.masked_fill(~self.within, 0)
         scale = gradient.abs().mean(dim=(1, 2, 3), keepdim=True).clamp(min=torch.finfo(gradient.dtype).tiny)
-        self.momentum = MOMENTUM * self.momentum + gradient / scale
+        self.momentum = 0.9 * self.momentum + gradient / scale
         moved = (self.images + size * self.momentum.sign()).clamp(0, 1)
         self.images = torch.where(self.within, moved, self.images)
 
@@ -207,13 +200,13 @@ class _Best:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, aim: Aim) -> Tensor:
-    """The mean over all copies."""
+    """Return the mean over all copies of each candidate."""
     every = functional.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(logits.shape[1]), reduction="none")
     return every.unflatten(0, logits.shape[:2]).mean(dim=1)
 
 
 class NoiseAttack(Attack):
-    """Patches of uniform noise on an even grid of places: what is left where nothing is known of the target."""
+    """Tries patches of uniform noise on an even grid of locations: all that is left against an unknown target."""
 
     def __init__(self, target: Target, threat: PatchThreat, plan: AttackPlan | None = None) -> None:
         super().__init__(target, threat)
@@ -222,27 +215,25 @@ class NoiseAttack(Attack):
     def search(
         self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"], generators: Sequence[torch.Generator]
     ) -> Patched:
-        places = as_rects(grid_places(self.threat, self.plan.places))
-        best, chosen = images.clone(), [places[0]] * len(images)
-        broken, queries = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels)
-        for place in (place for place in places for _ in range(self.plan.restarts)):
+        places = grid_places(self.threat, self.plan.places).to(images.device)
+        best = _Best(images, places[:1].expand(len(images), *places.shape[1:]), passes=0)
+        for place in places.repeat_interleave(self.plan.restarts, dim=0):
             tried = images.clone()
             for row, generator in enumerate(generators):
-                for rect in rects_of(place):
-                    noise = torch.rand(images.shape[1], rect.height, rect.width, generator=generator)
-                    tried[row, :, rect.top : rect.bottom, rect.left : rect.right] = noise.to(images)
-            answer = answers(self.target, tried)
-            queries += (~broken).long()
-            fell = wrong_answers(self.target, answer, labels) & ~broken
-            best[fell], broken = tried[fell], broken | fell
-            chosen = [place if now else before for before, now in zip(chosen, fell.tolist(), strict=True)]
-        return Patched(best, tuple(chosen), torch.zeros_like(labels), queries)
+                for top, left, height, width in place.view(-1, 4).tolist():
+                    noise = torch.rand(images.shape[1], height, width, generator=generator)
+                    tried[row, :, top : top + height, left : left + width] = noise.to(images)
+            fell = wrong_answers(self.target, answers(self.target, tried), labels) & ~best.broken
+            best.queries += ~best.broken
+            best.images[fell], best.places[fell] = tried[fell], place
+            best.broken |= fell
+        return Patched(best.images, as_rects(best.places), best.passes, best.queries)
 
 
 def undefended_attacks(
     evaluator: Evaluator, threat: PatchThreat, plan: AttackPlan | None = None, *, on_step: OnStep | None = None
 ) -> list[Attack]:
-    """Against F alone: cross-entropy, then the margin."""
+    """Return the attacks on F alone: cross-entropy, then the margin."""
     target = Undefended(evaluator)
     objectives = Misclassify("cross-entropy"), Misclassify("margin")
     return [GradientAttack(evaluator, target, threat, each, plan=plan, on_step=on_step) for each in objectives]
@@ -251,8 +242,8 @@ def undefended_attacks(
 def defended_attacks(
     defense: Any, plan: AttackPlan | None = None, *, engine: Engine | None = None, on_step: OnStep | None = None
 ) -> list[Attack]:
-    """Against a defence, adaptively where it says how it can fail (`objectives()`) or has differentiable scores
-    (`surrogate`); through its classifier alone where it only has that; with noise where it has none of them."""
+    """Return the attacks on a defence: one for each way to fail that it lists (`objectives()`), else one on the margin
+    of its differentiable scores (`surrogate`) or its classifier; noise if it has no classifier."""
     classifier = getattr(defense, "classifier", None)
     if classifier is None:
         return [NoiseAttack(defense, defense.threat, plan)]

@@ -1,4 +1,4 @@
-"""One forward pass, in the arithmetic asked for and no other."""
+"""One forward pass, in exactly the arithmetic asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Allow TF32 in products and convolutions here, or forbid it; afterwards as before."""
+    """Allow or forbid TF32 in matrix products and convolutions within this context."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = allowed
@@ -31,21 +31,21 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def evaluating(classifier: Classifier) -> Iterator[None]:
-    """In eval mode here, and afterwards every module in the mode it was in."""
-    modules = list(classifier.modules()) if isinstance(classifier, nn.Module) else []
-    before = [module.training for module in modules]
-    for module in modules:
+    """Put the classifier in eval mode within this context; afterwards every module is in the mode it was in."""
+    modules = classifier.modules() if isinstance(classifier, nn.Module) else ()
+    changed = [module for module in modules if module.training]
+    for module in changed:
         module.training = False
     try:
         yield
     finally:
-        for module, training in zip(modules, before, strict=True):
-            module.training = training
+        for module in changed:
+            module.training = True
 
 
 @dataclass(frozen=True)
 class Network:
-    """F in one arithmetic: (images, keep) -> float32 logits; `keep` None shows everything."""
+    """F in one arithmetic: (images, keep) -> float32 logits; without `keep`, nothing is hidden."""
 
     classifier: Classifier
     precision: Precision
@@ -56,20 +56,20 @@ class Network:
         with self._arithmetic(images):
             return show(self.classifier, images, keep).float()
 
-    def of(self, images: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
-        """(rows, keep) -> logits of images[rows]: what the classifier does to images before its network sees them is
-        done once, not again for every masked copy."""
+    def of(self, images: Tensor, *, prepare: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return (rows, keep) -> logits of images[rows]. With `prepare`, what the classifier does to images before its
+        network sees them (normalising) is done once, not again for every masked copy."""
         inner: Any = self.classifier
         ready = images
-        if only_prepares(inner):
+        if prepare and only_prepares(inner):
             with self._arithmetic(images), explained(images):
                 inner, ready = Core(inner, fill_colour(inner, images)), inner.prepared(images)
 
-        def copies(rows: Tensor, keep: Tensor | None) -> Tensor:
+        def logits(rows: Tensor, keep: Tensor | None) -> Tensor:
             with self._arithmetic(images):
                 return show(inner, ready[rows], keep).float()
 
-        return copies
+        return logits
 
     @contextmanager
     def _arithmetic(self, images: Tensor) -> Iterator[None]:
@@ -81,22 +81,18 @@ class Network:
 def network(
     classifier: Classifier, *, precision: Precision = "fp32", compiled: bool = False, gradients: bool = False
 ) -> Network:
-    """F in eval mode, computed in `precision`, for many batches: good until the classifier changes.
+    """Return F in eval mode, computed in `precision`, for any number of batches until the classifier changes.
 
-    float32 means float32 (cuDNN would use TF32 by default). bf16 and fp16 run on a copy of the network in that type
-    where the classifier offers one (`lowered`), which avoids autocast's casts: on an H200 1.2 to 1.5 times as fast for
+    float32 means float32 (cuDNN would use TF32 by default). bf16 and fp16 run on a copy of the network in that type if
+    the classifier offers one (`lowered`), which avoids autocast's casts: on an H200 1.2 to 1.5 times as fast for
     transformers, ConvNeXt and BiT (docs/decisions/0007-engine.md). With `gradients`, images that require them get them.
     """
-    training = (
-        [name for name, m in classifier.named_modules() if m.training] if isinstance(classifier, nn.Module) else []
-    )
-    if training:
-        count = f"{len(training)} module{'' if len(training) == 1 else 's'}"
-        raise CheckError(
-            f"the classifier is in training mode ({count}, e.g. {training[0] or 'itself'}), so its answers change; "
-            "call classifier.eval() first"
-        )
+    for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
+        if module.training:
+            raise CheckError(
+                f"the classifier is in training mode (e.g. {name or 'itself'}); call classifier.eval() first"
+            )
     dtype = AUTOCAST.get(precision)
-    offered = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
-    lowered = None if offered is None else offered(dtype or torch.float32, compiled=compiled)
+    lower = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
+    lowered = None if lower is None else lower(dtype or torch.float32, compiled=compiled)
     return Network(lowered or classifier, precision, dtype if lowered is None else None, gradients)

@@ -1,4 +1,4 @@
-"""Several classifiers as one."""
+"""Several classifiers combined into one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from patchproof.types import Classifier, InputError, Interpolation, Size
 class Ensemble(nn.Module):
     """F(x) = log (1/k) Σ softmax(F_i(x)), the logarithm of the mean of the members' probabilities.
 
-    Under a mask, each member hides pixels its own way. Size, number and names of the classes are those of the members,
-    which must agree in them as far as they are known; images are resized as the first member wants it.
+    Under a mask, each member hides pixels its own way. Members that have an input size, a number of classes or class
+    names must agree in them. Images are resized as for the first member.
     """
+
+    kind = "ensemble of"
 
     def __init__(self, members: Sequence[Classifier]) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class Ensemble(nn.Module):
         tokens = set(self._known("token_size"))
         self.token_size: Size | None = tokens.pop() if len(tokens) == 1 else None
         names = [getattr(member, "architecture", type(member).__name__) for member in members]
-        self.architecture = f"ensemble of {', '.join(names)}"
+        self.architecture = f"{self.kind} {', '.join(names)}"
         self.source = ", ".join(dict.fromkeys(self._known("source"))) or "own module"
         fill = mask_colour(members[0])
         if fill is not None:
@@ -48,25 +50,35 @@ class Ensemble(nn.Module):
         self.training = self.networks.training = any(network.training for network in self.networks)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Log-probabilities of images in [0, 1], in float32."""
-        return _log_mean([show(member, images, None) for member in self.members])
+        """Return log-probabilities of images in [0, 1], in float32."""
+        return self._log_mean(images, None)
 
     def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        """Of masked images: each member is shown them its own way."""
-        return _log_mean([show(member, images, keep) for member in self.members])
+        """Return log-probabilities of masked images, shown to each member its own way."""
+        return self._log_mean(images, keep)
 
     def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Ensemble | None:
-        """The ensemble of the members' lowered forms; None where one has none."""
-        offered = [getattr(member, "lowered", lambda *_, **__: None) for member in self.members]
-        forms: list[Any] = [lower(dtype, compiled=compiled) for lower in offered]
-        return None if None in forms else type(self)(forms).eval()
+        """Return the ensemble of the members' lowered forms, or None if one member has none."""
+        forms: list[Any] = [lower(dtype, compiled=compiled) for lower in self._known("lowered")]
+        if len(forms) < len(self.members) or any(form is None for form in forms):
+            return None
+        return type(self)(forms).eval()
 
     def refresh(self) -> None:
-        """`refresh` of every member that has it."""
-        for member in self.members:
-            getattr(member, "refresh", lambda: None)()
+        """Refresh every member that can be refreshed."""
+        for refresh in self._known("refresh"):
+            refresh()
+
+    def _log_mean(self, images: Tensor, keep: Tensor | None) -> Tensor:
+        logits = [show(member, images, keep) for member in self.members]
+        classes = [each.shape[1] for each in logits]
+        if len(set(classes)) > 1:
+            raise InputError(f"the members of an ensemble must agree in their classes: they have {classes}")
+        log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
+        return log_probabilities.logsumexp(dim=0) - math.log(len(logits))
 
     def _known(self, name: str) -> list[Any]:
+        """Return the values of an attribute, from the members that have it."""
         values = [getattr(member, name, None) for member in self.members]
         return [value for value in values if value is not None]
 
@@ -79,13 +91,10 @@ class Ensemble(nn.Module):
 
 
 class Mirror(Ensemble):
-    """The members' answer for the mirrored image, under the mirrored mask."""
+    """An ensemble that is shown the mirrored image under the mirrored mask."""
 
+    kind = "mirrored"
     mirrored = True
-
-    def __init__(self, members: Sequence[Classifier]) -> None:
-        super().__init__(members)
-        self.architecture = f"mirrored {', '.join(getattr(m, 'architecture', type(m).__name__) for m in members)}"
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         return super().forward(images.flip(3))
@@ -95,7 +104,7 @@ class Mirror(Ensemble):
 
 
 def weight_names(weights: str) -> list[str]:
-    """`a,b` names two networks, unless it is a path that exists."""
+    """Split `a,b` into the names of two networks, unless it is a path that exists."""
     names = [weights] if Path(weights).expanduser().exists() else [name.strip() for name in weights.split(",")]
     if not all(names):
         raise InputError(f"weights of several networks are separated by one comma each, e.g. a,b, not `{weights}`")
@@ -103,8 +112,7 @@ def weight_names(weights: str) -> list[str]:
 
 
 def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool = False) -> Classifier:
-    """The network that `weights` names, or the ensemble of several; with `mirror`, averaged with its answer for the
-    mirrored image."""
+    """Return the network that `weights` names, or the ensemble of several; with `mirror`, together with its mirror."""
     members = [load(name) for name in weight_names(weights)]
     found = members[0] if len(members) == 1 else Ensemble(members)
     if not mirror:
@@ -112,11 +120,3 @@ def assembled(weights: str, load: Callable[[str], Classifier], *, mirror: bool =
     both = Ensemble([found, Mirror([found])])
     both.architecture = f"{getattr(found, 'architecture', type(found).__name__)} with its mirror image"
     return both
-
-
-def _log_mean(logits: Sequence[Tensor]) -> Tensor:
-    classes = [each.shape[1] for each in logits]
-    if len(set(classes)) > 1:
-        raise InputError(f"the members of an ensemble must agree in their classes: they have {classes}")
-    log_probabilities = torch.stack([each.float().log_softmax(dim=1) for each in logits])
-    return log_probabilities.logsumexp(dim=0) - math.log(len(logits))

@@ -1,4 +1,4 @@
-"""Images on the device, and what a mask does to them."""
+"""Images on the device, what a mask does to them, and one forward pass of a classifier over masked images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COPYING = Lock()
 
 
 def require_images(images: Any, image_size: Size) -> None:
-    """Refuse what is no batch of float32 images in [0, 1] of this size."""
+    """Refuse anything but a batch of float32 images in [0, 1] of this size."""
     if not isinstance(images, Tensor) or images.dtype != torch.float32:
         raise InputError(
             f"images must be a float32 tensor with values in [0, 1], not {kind_of(images)}; e.g. "
@@ -34,9 +34,8 @@ def require_images(images: Any, image_size: Size) -> None:
         )
     if images.ndim != 4 or tuple(images.shape[-2:]) != image_size:
         raise InputError(
-            f"images must have the shape (images, channels, height, width) with the threat's height and width "
-            f"{image_size}, not {tuple(images.shape)}; resize or permute them, or build the threat and masks for their "
-            "size"
+            "images must have the shape (images, channels, height, width) with the threat's height and width "
+            f"{image_size}, not {tuple(images.shape)}; resize or permute them, or build the threat for their size"
         )
     smallest, largest = torch.stack(images.aminmax()).tolist() if images.numel() else (0, 0)
     if not 0 <= smallest <= largest <= 1:  # NaN fails too
@@ -47,10 +46,7 @@ def require_images(images: Any, image_size: Size) -> None:
 
 
 def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c h w"]:
-    """Bytes to [0, 1] floats on the device, so that a quarter of the data travels; floats stay as they are.
-
-    Channels last: convolutions are faster so, on GPUs and CPUs alike.
-    """
+    """Return floats in [0, 1] on the device, channels last for faster convolutions; bytes are converted there."""
     there = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
     return there if pixels.is_floating_point() else there.div_(255)
 
@@ -58,8 +54,7 @@ def as_images(pixels: Tensor, device: torch.device | str) -> Float[Tensor, "b c 
 def images_ahead(
     batches: Iterable[tuple[Item, Tensor]], device: torch.device
 ) -> Iterator[tuple[Item, Float[Tensor, "b c h w"]]]:
-    """Each batch with its images on the device. One batch ahead, and no more, is read and copied while this one is
-    computed; an error in reading it is raised in its turn."""
+    """Yield each batch with its images on the device, while the next batch (and no more) is read and copied."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     remaining = iter(batches)
 
@@ -84,7 +79,7 @@ def images_ahead(
 
 
 def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"]:
-    """The colour of a masked pixel: the classifier's `fill`, else mid-grey."""
+    """Return the colour of a masked pixel: the classifier's `fill`, or mid-grey if it has none."""
     if isinstance(classifier, Core):
         return classifier.fill
     channels = images.shape[1]
@@ -96,20 +91,20 @@ def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"
 
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "c 1 1"]:
-    with torch.inference_mode(False):  # remembered, so it must be usable where gradients are wanted
+    with torch.inference_mode(False):  # it is cached, so it must be usable with gradients too
         return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
 def occlude(
     images: Float[Tensor, "*b c h w"], keep: Bool[Tensor, "*#b 1 h w"], fill: Float[Tensor, "c 1 1"]
 ) -> Float[Tensor, "*b c h w"]:
-    """x ⊙ m. A choice, not a product: the hidden pixels are gone, NaN and all."""
+    """Return x ⊙ m. Hidden pixels are replaced, not multiplied by 0, so that even NaN in them has no effect."""
     return torch.where(keep, images, fill)
 
 
 @contextmanager
 def explained(images: Tensor) -> Iterator[None]:
-    """An error of the classifier's own, inside, says on which images."""
+    """Turn an error raised by the classifier within this context into one that names the images' shape."""
     try:
         yield
     except Exception as error:
@@ -127,10 +122,10 @@ def explained(images: Tensor) -> Iterator[None]:
 def show(
     classifier: Classifier, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"] | None
 ) -> Float[Tensor, "b classes"]:
-    """F(x ⊙ m), or F(x) without a mask.
+    """Return F(x ⊙ m), or F(x) without a mask.
 
-    A classifier with a method `masked(images, keep)` says for itself what a hidden pixel means. It gets the images with
-    the hidden pixels filled all the same: a certificate must not depend on its looking away.
+    A classifier with a method `masked(images, keep)` defines for itself what a hidden pixel means. Its images have the
+    hidden pixels filled all the same: a certificate must not depend on the method ignoring them.
     """
     masked = images if keep is None else occlude(images, keep, fill_colour(classifier, images))
     with explained(images):
@@ -150,12 +145,12 @@ def show(
 
 
 def masks_for(classifier: Classifier, threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
-    """The covering masks of the threat; for a classifier that drops tokens (`token_size`) they hide whole ones."""
+    """Return covering masks of the threat; for a classifier that drops tokens (`token_size`) they hide whole tokens."""
     return covering_masks(threat, per_axis=per_axis, align=getattr(classifier, "token_size", None))
 
 
 class MaskedForward(nn.Module):
-    """`show` as the forward pass of a module, for what wraps modules: DistributedDataParallel, mixed precision."""
+    """A module whose forward pass is `show`, for tools that wrap modules: DistributedDataParallel, mixed precision."""
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()

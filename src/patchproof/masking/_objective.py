@@ -1,6 +1,6 @@
 """What an attacker sees of a defence: views of an image, and ways to fail that can be climbed by gradient.
 
-A defence says for itself how it can fail (`objectives()`), so attacks need to know no defence.
+A defence lists its own ways to fail (`objectives()`), so attacks need not know any defence.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from torch import Tensor
 
 from patchproof.geometry import mass_inside
 from patchproof.types import Size
-
-VIEWS_AT_ONCE = 1024
-"""Two patches have tens of thousands of views, whose pixels would not fit into memory together."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Views:
         keep: Bool[Tensor, "m 1 h w"] | None = None,
         pairs: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]] | None = None,
     ) -> Views:
-        """The views of these pairs of masks and the whole image; without masks, the whole image alone."""
+        """Return the views of these pairs of masks and of the whole image; without masks, of the whole image alone."""
         whole = torch.ones(1, 1, *image_size, dtype=torch.bool, device=device)
         masks = whole[:0] if keep is None else keep.to(device)
         none = torch.zeros(0, dtype=torch.int64)
@@ -52,13 +49,13 @@ class Views:
         return self.keep[:-1]
 
     def shown(self, view: Int64[Tensor, " v"]) -> Bool[Tensor, "v 1 h w"]:
-        """True where a view shows the image."""
+        """Return the pixels that each view shows (True)."""
         return self.keep[self.first[view]] & self.keep[self.second[view]]
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a candidate's loss reads: its copies in the views `view[j]`, those that are `used`, and a wrong label."""
+    """What the loss of candidate j reads: copies in the views `view[j]`, where `used`, and a wrong label to aim at."""
 
     view: Int64[Tensor, "j k"]
     used: Bool[Tensor, "j k"]
@@ -74,7 +71,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class CleanAnswers:
-    """What the attacker knows of the clean images: `logits[b, u]` is F of view u of image b."""
+    """The clean images as the attacker knows them: `logits[b, u]` is F of view u of image b."""
 
     views: Views
     labels: Int64[Tensor, " b"]
@@ -84,31 +81,32 @@ class CleanAnswers:
         return CleanAnswers(self.views, self.labels[rows], self.logits[rows])
 
     def shows(self, places: Int64[Tensor, "b *k 4"]) -> Bool[Tensor, "b u"]:
-        """Which views show part of the patch, or of one of two?"""
+        """True for the views that show a part of the patch (or of either of two)."""
         every = torch.arange(len(self.views.first), device=self.views.first.device)
-        found = [mass_inside(self.views.shown(some)[:, 0].float(), places) for some in every.split(VIEWS_AT_ONCE)]
+        # Two patches have tens of thousands of views, whose pixels would not fit into memory together.
+        found = [mass_inside(self.views.shown(some)[:, 0].float(), places) for some in every.split(1024)]
         return torch.cat(found).T > 0.5
 
 
 class Objective(ABC):
-    """A way to fail: which views have to change, a loss over them, and the places where that can work at all."""
+    """A way to fail: the views that must change, a loss over them, and the locations where that can work."""
 
     @abstractmethod
     def views(self, image_size: Size, device: torch.device) -> Views:
-        """The views of an image that the objective reads."""
+        """Return the views of an image that the objective reads."""
 
     @abstractmethod
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
-        """The copies to change in each image with a patch at this place; later attempts may choose others."""
+        """Return the copies to change in each image with a patch at this location; later attempts may choose others."""
 
     @abstractmethod
     def loss(self, logits: Float[Tensor, "j k classes"], labels: Int64[Tensor, " j"], aim: Aim) -> Float[Tensor, " j"]:
-        """Larger is worse for the defender."""
+        """Return a value for each candidate; larger is worse for the defender."""
 
     def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
-        """The views whose input gradient ranks the places of a patch."""
+        """Return the views whose input gradient ranks the locations of a patch; by default, the whole image."""
         return torch.tensor([views.whole], device=views.first.device)
 
-    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"] | None:
-        """Places where the clean image's answers leave this failure open; they are tried first, not alone."""
-        return None
+    def promising(self, clean: CleanAnswers, hides: Bool[Tensor, "p n"]) -> Bool[Tensor, "b p"]:
+        """True for the locations to try first: there the clean image's answers leave this failure open."""
+        return hides.new_zeros(len(clean.labels), len(hides))
