@@ -120,7 +120,8 @@ def test_kept_patches_are_pasted_where_they_were_and_damaged_ones_leave_the_plac
     report = build_report([folder])
     (_, defended), (title, undefended) = attacked(report).cards
     assert title == "The classifier alone, changed by a patch"
-    assert [card.patched for card in defended[:3]] == [False, False, True]  # damaged; of another place; kept
+    blank, shown = "where the patch was", "with the patch"
+    assert [card.how for card in defended[:3]] == [blank, blank, shown]  # damaged; of another place; kept
     wanted = (255 * patch).round().permute(1, 2, 0).byte().numpy()
     for card, (top, left) in ((defended[2], (3, 4)), (undefended[-1], (20, 1))):
         before, after = pixels_of(card.image), pixels_of(card.masked)
