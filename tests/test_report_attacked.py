@@ -178,13 +178,6 @@ def test_images_that_were_not_attacked_count_as_clean_in_the_upper_bound(tmp_pat
     assert f"attack: {certified} of 60 images were attacked behind the defence" in table.notes[1]
 
 
-def test_a_record_without_attacks_among_them_is_said_and_left_out(tmp_path):
-    records = [*attacked_records(59), random_records(60)[59]]
-    folder = write_run(tmp_path / "attack", manifest(count=60, command="attack"), records)
-    assert "1 record says nothing about attacks" in build_report([folder]).notices[0]["text"]
-    assert attacked_rates(read_run(folder))["attacked"].n == 59
-
-
 def test_results_that_contradict_the_records_about_attacks_are_found_out(folder):
     path = folder / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attacked": {"k": 1, "n": 60}}))

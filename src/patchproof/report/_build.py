@@ -17,7 +17,7 @@ from patchproof.report._counts import compare, rivals, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import SMALL
 from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
-from patchproof.report._trace import TracedRun, shortly_named, trace
+from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
 from patchproof.runs import Rate, StoredTraining, dump_json, read_runs, write_atomically
 from patchproof.runs._reading import count_words, printable, shortened
@@ -132,7 +132,7 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     chosen = options or Options()
     if not folders or isinstance(folders, str | Path):
         raise InputError(f"folders must be a list of at least one run folder, e.g. ['runs/a'], not {folders!r:.60}")
-    certified, trained = shortly_named(*read_runs(folders))
+    certified, trained = read_runs(folders)
     traced = trace(certified, trained)
     subtitle, tiles = "", list[tuple[str, str, Rate]]()
     if chosen.baseline is not None and len(traced) < 2:
@@ -192,9 +192,6 @@ def notices_of(traced: Sequence[TracedRun], trained: Sequence[StoredTraining]) -
             words = count_words(len(broken), "certified image was", "certified images were")
             which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
             yield run.name, f"{words} broken by a patch, which a certificate rules out: {which}"
-        if run.attacks and len(run.attacks) < len(run.good):
-            words = count_words(len(run.good) - len(run.attacks), "record says", "records say")
-            yield run.name, f"{words} nothing about attacks; the accuracies under attack leave them out"
     for stored in (*(one.run for one in traced), *trained):
         yield from ((stored.name, text) for text in stored.notices)
     if any(one.strategy for one in traced):  # an unknown strategy matters only where rows are named by strategies

@@ -20,9 +20,9 @@ from patchproof.report._counts import (
     outcomes,
     witness,
 )
-from patchproof.report._figures import COLOURS, FILLS, INK, Picture, dots, drawing, numbers, percents
+from patchproof.report._figures import COLOURS, FILLS, INK, Picture, dots, drawing, numbers
 from patchproof.report._gallery import Cards, attacked_gallery, make_gallery
-from patchproof.report._tables import SHOWN_CLASSES, SHOWN_FAILURES, Cell, Section, Table, duration
+from patchproof.report._tables import SHOWN_ROWS, Cell, Section, Table, duration
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun, rate_note, split_words
 from patchproof.runs import Record, StoredCertification, find_images
 from patchproof.runs._reading import printable, shortened, shortened_name
@@ -136,42 +136,26 @@ def made_with(one: TracedRun) -> Section:
 
 def classes_of(run: StoredCertification) -> list[Section]:
     """The accuracies of each class, and from the lowest certified accuracy up, why images have no certificate."""
-    found, enough, n = by_class(run), enough_per_class(run), f"n = {len(run.good):,}"
-    certified = [rates["certified"] for rates in found.values()]
-    rows: list[dict[str, Cell]] = [
-        {
-            "class": run.class_name(label),
-            "images": rates["certified"].n,
-            **{name: rates[name] for name in reversed(run.rates)},
-        }
-        for label, rates in found.items()
-    ]
-    table = Table.of("classes", "Accuracies by class", rows, [rate_note([run])])
-    rising = [row for _, row in sorted(zip(certified, table.rows, strict=True), key=lambda pair: pair[0].rate)]
-    ends = [*rising[:SHOWN_CLASSES], *rising[SHOWN_CLASSES:][-SHOWN_CLASSES:]]
-    table = table.excerpt(ends, "with the lowest and the highest certified accuracy")
-    key = f"certified ({run.guarantee})"
+    found, rows = by_class(run), dict[int, dict[str, Cell]]()
+    for label, rates in found.items():
+        row: dict[str, Cell] = {"class": run.class_name(label), "images": rates["certified"].n}
+        rows[label] = row | {name: rates[name] for name in reversed(run.rates)}
+    table, labels = Table.of("classes", "Accuracies by class", list(rows.values()), [rate_note([run])]), list(found)
     if len(found) > MOST_CLASSES:
-        title = f"Certified accuracy of {len(found):,} classes, {n}"
-        with drawing("classes", title, f"{title}, with 95% intervals.") as (picture, axes):
-            ordered = sorted(certified, key=lambda rate: (rate.rate, rate.n))
-            ranks, (middle, _) = range(1, len(found) + 1), percents(ordered)
-            low, high = ([100 * rate.interval[end] for rate in ordered] for end in (0, 1))
-            axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
-            axes.step(ranks, middle, where="mid", color=COLOURS[0], label=key)
-            axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
-    else:
-        title = f"Accuracy by class, {n}"
-        alt, height = f"{title}, with 95% intervals.", 1.2 + 0.27 * len(found)
-        with drawing("classes", title, alt, height=height) as (picture, axes):
-            names = [
-                f"{shortened(run.class_name(label), 24)} (n = {rates['certified'].n})" for label, rates in found.items()
-            ]
-            defended = [rates["defended"] for rates in found.values()]
-            dots(axes, names, [(key, certified, False), ("defended", defended, True)], step=-0.32)
-            axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
-    words = ["Error bars and bands are exact (Clopper–Pearson) 95% intervals."]
-    failures = failures_table(run)
+        rising = sorted(found, key=lambda label: found[label]["certified"].rate)
+        labels = [*rising[:SHOWN_ROWS], *rising[-SHOWN_ROWS:]]
+        shown = [tuple(rows[label].values()) for label in labels]
+        table = table.excerpt(shown, "with the lowest and the highest certified accuracy")
+    title = f"Accuracy by class, n = {len(run.good):,}"
+    alt, height = f"{title}, with 95% intervals.", 1.2 + 0.27 * len(labels)
+    with drawing("classes", title, alt, height=height) as (picture, axes):
+        names = [f"{shortened(run.class_name(k), 24)} (n = {found[k]['certified'].n})" for k in labels]
+        certified, defended = ([found[label][name] for label in labels] for name in ("certified", "defended"))
+        key = f"certified ({run.guarantee})"
+        dots(axes, names, [(key, certified, False), ("defended", defended, True)], step=-0.32)
+        axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
+    enough, failures = enough_per_class(run), failures_table(run)
+    words = ["Error bars are exact (Clopper–Pearson) 95% intervals."]
     return [
         Section("classes", "By class", words, [picture], [table], shown=enough),
         Section("failures", failures.title, (), failing_masks(run), [failures], shown=enough and bool(failures.rows)),
@@ -201,7 +185,7 @@ def failures_table(run: StoredCertification) -> Table:
         which = "pairs of masks" if run.defense == "patchcleanser" else "masks"
         notes.append(f"Masks, answered: the most frequent among the {which} that decided, with how often they occur.")
     table = Table.of("failures", "Where certificates fail", rows, notes)
-    return table.excerpt(table.rows[:SHOWN_FAILURES], "with the lowest certified accuracy")
+    return table.excerpt(table.rows[:SHOWN_ROWS], "with the lowest certified accuracy")
 
 
 def failing_masks(run: StoredCertification) -> list[Picture]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from patchproof.report._certification import attacked
 from patchproof.report._counts import FEW_PER_CLASS, MOST_CLASSES, Comparison, Paired, holm
 from patchproof.report._figures import INK, Picture, dots, drawing, error_line, numbers, percent_axis
-from patchproof.report._tables import SHOWN_CLASSES, SHOWN_FAILURES, Cell, Column, Section, Table, percent
+from patchproof.report._tables import SHOWN_ROWS, Cell, Column, Section, Table, percent
 from patchproof.report._trace import TracedRun, rate_note, split_words
 from patchproof.runs import ACCURACIES
 from patchproof.runs._reading import printable, shortened, shortened_name
@@ -131,12 +131,7 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
     """Why the runs are not directly comparable."""
     runs, notices = [one.run for one in traced], []
     if len({run.guarantee for run in runs}) > 1:
-        named = []
-        for kind in ("detection", "recovery"):
-            names = ", ".join(shortened_name(run.name, 40) for run in runs if run.guarantee == kind)
-            named.append(f"{kind} ({shortened(names, 200)})")
-        words = ", ".join(named)
-        notices.append(f"mixed: {words}; certified detection and certified recovery are not comparable")
+        notices.append("mixed: certified detection and certified recovery are different claims and not comparable")
     if len({run.threat for run in runs}) > 1:
         patches = shortened("; ".join(dict.fromkeys(run.patch_words for run in runs)), 120)
         notices.append(
@@ -183,8 +178,7 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
             by_class.append((paired.p, named | paired_cells(paired, p)))
     ordered = [row for _, row in sorted(by_class, key=lambda pair: pair[0])]
     classes = Table.of("paired-classes", f"Certified against {base.name}, by class", ordered, [HOLM], digits=3)
-    counted = [row for row in classes.rows if row[1] in enough]
-    counted = counted[: SHOWN_FAILURES if several else SHOWN_CLASSES]
+    counted = [row for row in classes.rows if row[1] in enough][:SHOWN_ROWS]
     which = f"with the smallest p, from runs with {FEW_PER_CLASS} images per class or more"
     classes = classes.excerpt(counted, which).concise([] if several else ["run"])
     if several:
@@ -267,10 +261,8 @@ def accuracy_picture(
                 label += f" ({shortened_name(line[0][1].run.name, 40)})"
             places, rates = [float(ticks.index(at)) for at, _ in line], [one.certified for _, one in line]
             error_line(axes, places, rates, label=label, number=number, of=len(lines), joined=joined)
-        slanted = (
-            {} if joined or len(ticks) <= FEW_TICKS else {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
-        )
-        axes.set_xticks(range(len(ticks)), [label for _, label in ticks], **slanted)
+        slant, anchor = (0.0, "center") if joined or len(ticks) <= FEW_TICKS else (40.0, "right")
+        axes.set_xticks(range(len(ticks)), [label for _, label in ticks], rotation=slant, ha=anchor)
         guarantees = ", ".join(sorted({one.run.guarantee for _, one in points}))
         axes.set(xlabel=unit, ylabel=f"certified ({guarantees}), % of images", xlim=(-0.5, len(ticks) - 0.5))
         percent_axis(axes, (one.certified for _, one in points))

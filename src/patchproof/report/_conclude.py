@@ -209,8 +209,7 @@ def enough_images(run: StoredCertification) -> str:
     goal, has = f"an interval of ±{50 * WIDE:.0f} points", f"the data set has {run.available:,}"
     if wanted <= run.available:
         return f"Certify about {max(wanted, rate.n + 1):,} images for {goal} ({has})."
-    more = "Collect more images" if run.planned == run.available else "Certify all images, and collect more"
-    return f"{more}: {goal} takes about {wanted:,}, and {has}."
+    return f"Collect more images: {goal} takes about {wanted:,}, and {has}."
 
 
 def more_masks(run: StoredCertification, others: Sequence[TracedRun]) -> list[str]:

@@ -19,9 +19,8 @@ from patchproof.runs import Rate
 Cell = str | int | float | Rate | Paired | None
 NOTHING = "–"
 
-SHOWN_CLASSES = 20
-SHOWN_FAILURES = 10
-"""Rows of long tables that the page shows."""
+SHOWN_ROWS = 10
+"""Rows that the page shows of a long table, or from either end of it."""
 
 COMMON = (
     *("strategy", "data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images"),

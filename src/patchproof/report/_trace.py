@@ -1,11 +1,10 @@
-"""The training behind the weights of a certification, the paper's numbers for such a network, and short run names."""
+"""The training behind the weights of a certification, and the paper's numbers for such a network."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -22,9 +21,6 @@ GUARANTEES = {
 }
 NAMED = 3
 """Most classes, runs or masks that a sentence or cell names."""
-
-LONG_NAME = 30
-"""Longest name of a run that fits into headings, labels and sentences."""
 
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -91,25 +87,6 @@ class TracedRun:
                 if same_pixels and same_masks and run.patch_sizes == parse_patches(cell.patch, size):
                     found.append((", ".join(different) or None, cell))
         return found
-
-
-def shortly_named(
-    certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
-) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Drop the words that all certifications, or all trainings, share from long names; the first word stays."""
-    names = [run.name for run in (*certified, *trained)]
-    short = [*shared_dropped(names[: len(certified)]), *shared_dropped(names[len(certified) :])]
-    if max(map(len, names)) <= LONG_NAME or len(set(short)) < len(names):
-        return list(certified), list(trained)
-    found = iter(short)
-    return [replace(run, name=next(found)) for run in certified], [replace(run, name=next(found)) for run in trained]
-
-
-def shared_dropped(names: Sequence[str]) -> list[str]:
-    words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in names]
-    common = set.intersection(*({word.rstrip("-/") for word in one} for one in words)) if len(words) > 1 else set()
-    kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
-    return ["".join(one).rstrip("-/") for one in kept]
 
 
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
