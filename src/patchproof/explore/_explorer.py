@@ -53,8 +53,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What one visitor looks at: an image and its finding, a cell of its table, and one or two patches, of which the
-    one number `chosen` can be moved and changed."""
+    """The view of one visitor: an image and its finding, a cell of its table, and one or two patches, of which the one
+    number `chosen` can be moved and changed."""
 
     pixels: UInt8[Tensor, "3 h w"]
     finding: Finding
@@ -77,7 +77,7 @@ class Selection:
         return patched
 
     def moved(self, top: float, left: float, patch: UInt8[Tensor, "3 p q"] | None = None) -> Selection:
-        """Move the chosen patch, or put `patch` in its place, as far as it stays inside the image."""
+        """Move the chosen patch, with the pixels of `patch` if given, to the nearest location inside the image."""
         patch = self.one.patch if patch is None else patch
         (rows, columns), (height, width) = self.pixels.shape[1:], patch.shape[1:]
         rect = Rect(max(0, min(int(top), rows - height)), max(0, min(int(left), columns - width)), height, width)

@@ -62,7 +62,7 @@ class CopyTable:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """What is proved about the clean image and `label`; a defence without masks has no copies to show."""
+    """The certificate of a clean image for `label`; a defence without masks has no copies to show."""
 
     label: int
     answer: int
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How an answer came about: the one-mask labels, if there are masks, and for double masking the second round: each
+    """The steps to an answer: the one-mask labels, if there are masks, and for double masking the second round: each
     disagreeing copy, in the order of evaluation -> its labels under every further mask."""
 
     undefended: int | None
@@ -186,7 +186,7 @@ def verdict(finding: Finding, name: Name, defense: Any) -> str:
 
 
 def record_words(record: Record, name: Name) -> str:
-    """What a run recorded about this image."""
+    """The run's record of this image as a sentence."""
     if record.certified is None:
         return ""
     words = ["certified" if record.certified else "not certified"]
@@ -200,7 +200,7 @@ def record_words(record: Record, name: Name) -> str:
 
 
 def explain(rounds: Rounds, name: Name) -> str:
-    """How the defence came to its answer."""
+    """The steps to the answer of the defence as a sentence."""
     answer, count = f"the answer is {name(rounds.answer)}", len(rounds.first)
     if not count:
         return f"The answer is {name(rounds.answer)}."

@@ -209,7 +209,7 @@ Tick = tuple[float, str]
 
 
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
-    """Certified accuracy against masks per axis, patch size and training cost, as far as runs differ in that alone."""
+    """Certified accuracy against masks per axis, patch size and training cost."""
 
     def per_axis(one: TracedRun) -> Tick | None:
         return None if one.run.axes is None else (max(one.run.axes), str(max(one.run.axes)))

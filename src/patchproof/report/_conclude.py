@@ -55,7 +55,7 @@ class Conclusion:
 
 
 def excluded(runs: Sequence[StoredCertification]) -> list[str]:
-    """What no certificate of these runs says anything about."""
+    """Claims that no certificate of these runs makes."""
     sizes = sorted({size_words(*run.patch_sizes) for run in runs if run.patch_sizes})
     native, counts = {run.native for run in runs}, {run.patches for run in runs}
     where = "on the original image, before resizing" if native == {True} else "at the network's input, after resizing"
@@ -100,7 +100,7 @@ def broken_words(run: StoredCertification) -> str:
 
 
 def bounds(run: StoredCertification) -> str:
-    """What an attack shows about robust accuracy."""
+    """The bounds on robust accuracy that an attack shows."""
     low, high = (attacked_rates(run)[name] for name in ("certified", "attacked"))
     words = f"from {percent(low.rate)} (certified) to {percent(high.rate)} (attacked), n = {high.n:,}"
     return f"is between the two bounds: {words}; {broken_words(run)}"
@@ -202,7 +202,7 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
 
 
 def enough_images(run: StoredCertification) -> str:
-    """How many images give a narrow interval, and where they can come from."""
+    """Recommend the number of images that gives a narrow interval."""
     rate = run.rates["certified"]
     share = min(0.9, max(0.1, rate.rate))
     wanted = math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2)

@@ -147,7 +147,7 @@ class Paired:
 
 
 def wilson_reach(k: int, n: int) -> tuple[float, float]:
-    """How far Wilson's 95% interval of k of n reaches below and above k / n."""
+    """Distances from k / n to the lower and the upper end of Wilson's 95% interval."""
     middle, square = 2 * k + Z * Z, Z * math.sqrt(Z * Z + 4 * k * (n - k) / n)
     scale = 2 * (n + Z * Z)
     return k / n - (middle - square) / scale, (middle + square) / scale - k / n

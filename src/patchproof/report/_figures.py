@@ -55,11 +55,8 @@ STYLE: dict[str, Any] = {
     "font.size": 9.5,
     "grid.alpha": 0.35,
     "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "hatch.linewidth": 0.6,
     "legend.fontsize": 8.5,
     "legend.frameon": False,
-    "lines.linewidth": 1.5,
     "lines.markersize": 5.0,
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # text stays text

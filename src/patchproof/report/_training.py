@@ -107,7 +107,7 @@ def validation_pictures(named: Sequence[tuple[str, StoredTraining]]) -> list[Pic
 
 
 def hidden_by_strategies(named: Sequence[tuple[str, StoredTraining]]) -> list[Section]:
-    """What each of the paper's strategies hides on the first validation images found, by the checkpoints found."""
+    """A picture of the masks that each of the paper's strategies chooses, if a checkpoint and the images are found."""
     source = next((found for _, run in named if not isinstance(found := find_images(run), str)), None)
     classifiers = {}
     for name, run in named if source is not None else ():
@@ -129,10 +129,10 @@ def validated_with(run: StoredTraining) -> tuple[str, str]:
 
 
 def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: ImageSource, *, seed: int) -> Picture:
-    """The paper's illustration: a row for each copy that each strategy trains on, masked by the classifier it trained,
-    with answer and loss below.
+    """The paper's illustration: one row per masked copy that a strategy would train on, chosen with the classifier that
+    it trained, with the answer and the loss below each image.
 
-    `classifiers` are name -> (strategy, classifier); those of another input size than the first are left out.
+    `classifiers` has name -> (strategy, classifier); classifiers with another input size than the first are skipped.
     """
     size = next(iter(classifiers.values()))[1].input_size
     strips: list[tuple[str, Float[Tensor, "b c h w"], list[str]]] = []  # title, images, a caption below each
