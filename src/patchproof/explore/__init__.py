@@ -1,4 +1,4 @@
-"""Look at single images: what the defence makes of their masked copies, and of a patch on them."""
+"""Single images under a defence: their masked copies, and what happens if a patch is put on them."""
 
 from patchproof.explore._explorer import UPLOAD_LIMIT as UPLOAD_LIMIT
 from patchproof.explore._explorer import Explorer as Explorer

@@ -1,6 +1,6 @@
-"""Tables, images and rounds as HTML; nothing in it that a file's or a class's name could break.
+"""Tables, images and rounds as HTML, in which names of files and classes are escaped.
 
-What can be clicked has `data-pick`, which says what it stands for.
+Elements that can be clicked have an attribute `data-pick` that says what they stand for.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from patchproof.runs import Record
 from patchproof.types import Size
 
 BLUE, VERMILION, MIDDLE = (0, 114, 178), (213, 94, 0), (247, 247, 247)
-"""Okabe and Ito's: the label leads, another label leads, neither."""
+"""Colours by Okabe and Ito: the label leads, another label leads, neither."""
 
 NUMBERED = 10
-"""Tables up to so many masks have the margin written into each cell, and a number at each row and column."""
+"""Most masks for which the table has a number in each cell and at each row and column."""
 
 LARGEST_TABLE = 64
-"""Tables of more masks are not drawn: a browser holds no 18,000 cells."""
+"""Most masks for which a table is drawn; a browser cannot hold 18,000 cells."""
 
 SMALL = 64
-"""Images below this side are drawn pixel by pixel."""
+"""Images with shorter sides are drawn pixel by pixel."""
 
 SIGNS = {"right": "✓", "wrong": "✕", "close": "≈"}
 
@@ -44,7 +44,7 @@ def escaped(text: str) -> str:
 
 
 def message(text: str, *, kind: str = "plain") -> str:
-    """A line that screen readers read out when it comes."""
+    """A line that screen readers read out when it appears."""
     return f'<p class="pp-message pp-{kind}" role="status">{escaped(text)}</p>' if text else ""
 
 
@@ -54,7 +54,7 @@ def picture(pixels: UInt8[Tensor, "3 h w"], words: str) -> str:
 
 
 def data_uri(pixels: UInt8[Tensor, "3 h w"]) -> str:
-    """The image inside the page itself, without loss."""
+    """The image without loss, as an address that holds all of it."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
@@ -73,7 +73,7 @@ def cell_kind(copies: CopyTable, cell: Cell, label: int) -> str:
 
 
 def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
-    """The n×n table: colour, and for small n a number, is the margin; wrong labels are hatched, close ones dotted."""
+    """The n×n table of margins as colours, and for small n numbers; wrong labels are hatched, close ones dotted."""
     n, label, name = len(copies.labels), shown.finding.label, escaped(explorer.name(shown.finding.label))
     if n > LARGEST_TABLE:
         return message(f"The table of {n}×{n} pairs is too large for a page; choose a pair below.")
@@ -85,14 +85,15 @@ def heat_map(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
     for a in range(n):
         cells += ticks[a]
         for b in range(n):
-            margin, kind = float(copies.margins[a, b]), cell_kind(copies, (a, b), label)
+            margin, kind = float(copies.margins[a, b]), f"pp-cell pp-cell-{cell_kind(copies, (a, b), label)}"
+            if (a, b) == shown.cell:
+                kind += " pp-selected"
             words = f"{mask_words((a, b))}: {explorer.name(int(copies.labels[a, b]))}, margin {margin:+.3g}"
             ink = "#fff" if margin > 0.93 * scale else "#000"
-            selected = " pp-selected" * ((a, b) == shown.cell)
+            style = f"background-color: rgb{colour(margin, scale)}; color: {ink}"
+            number = f"<i>{margin:z.{digits}f}</i>" if n <= NUMBERED else ""
             cells += (
-                f'<span class="pp-cell pp-cell-{kind}{selected}" data-pick="{a} {b}" title="{escaped(words)}" '
-                f'style="background-color: rgb{colour(margin, scale)}; color: {ink}">'
-                f"{f'<i>{margin:z.{digits}f}</i>' * (n <= NUMBERED)}</span>"
+                f'<span class="{kind}" data-pick="{a} {b}" title="{escaped(words)}" style="{style}">{number}</span>'
             )
     end = f"{scale:.{digits}f}"
     stops = ", ".join(f"rgb{colour(share * scale, scale)}" for share in (-1, 0, 1))
@@ -113,15 +114,17 @@ def strip(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
     for mask in range(copies.labels.shape[1]):
         kind, name = cell_kind(copies, (0, mask), shown.finding.label), explorer.name(int(copies.labels[0, mask]))
         words = f"{mask + 1}: {SIGNS[kind]} {name} {float(copies.margins[0, mask]):+.2g}"
-        style = ("agrees" if kind == "right" else "differs") + " pp-selected" * (mask == shown.cell[1])
+        style = "agrees" if kind == "right" else "differs"
+        if mask == shown.cell[1]:
+            style += " pp-selected"
         votes += vote(explorer, (mask,), words, style, pick=f"0 {mask}")
     return thumbs(explorer, shown.pixels, f'<div class="pp-votes">{votes}</div>')
 
 
 def masked_copy(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
-    """One cell of the table as the classifier saw it."""
+    """The masked copy of the selected cell as the classifier saw it."""
     cell, masks = shown.cell, copies.masks(shown.cell)
-    name, about = (escaped(explorer.name(label)) for label in (int(copies.labels[cell]), shown.finding.label))
+    name, about = escaped(explorer.name(int(copies.labels[cell]))), escaped(explorer.name(shown.finding.label))
     which, sign = mask_words(masks), SIGNS[cell_kind(copies, cell, shown.finding.label)]
     return (
         f'<div class="pp-copy">{picture(explorer.masked(shown.pixels, masks), f"the image under {which}")}'
@@ -131,26 +134,26 @@ def masked_copy(explorer: Explorer, shown: Selection, copies: CopyTable) -> str:
 
 
 def box(rect: Rect, size: Size) -> str:
-    """A rectangle of the image as CSS."""
+    """The CSS for a rectangle of the image."""
     rows = f"top: {100 * rect.top / size[0]:.3f}%; height: {100 * rect.height / size[0]:.3f}%"
     return f"{rows}; left: {100 * rect.left / size[1]:.3f}%; width: {100 * rect.width / size[1]:.3f}%"
 
 
 def patched_view(shown: Selection, size: Size) -> str:
-    """The image with its patches framed; a click anywhere says where the chosen one should go."""
+    """The image with its patches framed; a click on it says where the chosen patch should go."""
     places = " and ".join(f"a patch at row {rect.top}, column {rect.left}" for _, rect in shown.patches)
     frames = "".join(f'<span class="pp-frame" style="{box(rect, size)}"></span>' for _, rect in shown.patches)
     return f'<div class="pp-stage" data-pick="place">{picture(shown.patched, f"the image with {places}")}{frames}</div>'
 
 
 def cards(explorer: Explorer, records: Sequence[Record], selected: int | None) -> str:
-    """A page of images to pick from; each says by sign and word whether it is certified."""
+    """Images to pick from, each with a sign and words that say whether it is certified."""
     found = ""
     for record in records:
         name = explorer.name(record.label)
         try:
             image = picture(explorer.pixels(record), name)
-        except (ValueError, RuntimeError, OSError):  # a file that is gone; picking it says why
+        except (ValueError, RuntimeError, OSError):  # the file is gone; picking the image says why
             image = '<span class="pp-picture pp-gone">?</span>'
         proved = {None: "", True: "✓ certified", False: "✕ not certified"}[record.certified]
         margin = "" if record.margin is None else f"<br>margin {record.margin:+.2g}"
@@ -159,11 +162,15 @@ def cards(explorer: Explorer, records: Sequence[Record], selected: int | None) -
             f'<button class="pp-card" type="button" data-pick="{record.index}" aria-pressed="{pressed}">{image}'
             f"<span><b>{escaped(name)}</b><br>{proved}{margin}</span></button>"
         )
-    return f'<div class="pp-cards">{found}</div>' if found else message("No image is of this kind.")
+    return (
+        f'<div class="pp-cards">{found}</div>'
+        if found
+        else message("No image is of this kind; choose another kind, or drop in an image of your own.")
+    )
 
 
 def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Rounds) -> str:
-    """The copies under one mask with their labels; for double masking also what each disagreeing copy says next."""
+    """The copies under one mask with their labels; for double masking also the second round of the disagreeing ones."""
     if not rounds.first:
         return ""
 
@@ -175,25 +182,28 @@ def rounds_view(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], rounds: Roun
             found += vote(explorer, (*hidden, mask), f"{mask + 1}: {sign}{explorer.name(label)}", kind)
         return f'<div class="pp-votes">{found}</div>'
 
-    second = rounds.second or {}
     content = f"<h4>Round one: each mask once</h4>{votes(rounds.first, rounds.majority, decides=rounds.confirmed)}"
-    if rounds.second is not None:
-        content += "<h4>Round two: each disagreeing copy under every further mask</h4>"
-        content += "" if second else "<p>Not needed: the first round is unanimous.</p>"
-    for copy, labels in second.items():
-        label, decides = rounds.first[copy], copy == rounds.confirmed
-        doubt = f"{sum(one != label for one in labels)} of {len(labels)} say something else: it does not count"
-        words = f"copy {copy + 1}, {explorer.name(label)}: {'all agree: this copy decides' if decides else doubt}"
-        content += f'<details class="pp-second"{" open" * decides}><summary>{escaped(words)}</summary>'
-        content += f"{votes(labels, label, copy)}</details>"
-    left = rounds.disagreeing - len(second)
-    if second and left:
-        content += f"<p>{left} more disagreeing copies need not be asked: the answer is known.</p>"
+    if rounds.second is None:
+        return thumbs(explorer, pixels, content)
+    content += "<h4>Round two: each disagreeing copy under every further mask</h4>"
+    if not rounds.second:
+        content += "<p>Not needed: the first round is unanimous.</p>"
+    for copy, labels in rounds.second.items():
+        label, opened = rounds.first[copy], ""
+        words = f"{sum(one != label for one in labels)} of {len(labels)} say something else: it does not count"
+        if copy == rounds.confirmed:
+            words, opened = "all agree: this copy decides", " open"
+        summary = escaped(f"copy {copy + 1}, {explorer.name(label)}: {words}")
+        second = votes(labels, label, copy)
+        content += f'<details class="pp-second"{opened}><summary>{summary}</summary>{second}</details>'
+    left = rounds.disagreeing - len(rounds.second)
+    if rounds.second and left:
+        content += f"<p>{left} more disagreeing copies need not be asked, because the answer is known.</p>"
     return thumbs(explorer, pixels, content)
 
 
 def vote(explorer: Explorer, hidden: Sequence[int], words: str, kind: str, *, pick: str | None = None) -> str:
-    """A masked copy in small: the image is that of `thumbs`, the masks are drawn over it."""
+    """A small masked copy: the masks, drawn over the image of `thumbs`."""
     rects = dict.fromkeys(rect for mask in hidden for rect in explorer.defense.masks.parts[mask])
     boxes = "".join(f'<i style="{box(rect, explorer.size)}"></i>' for rect in rects)
     data = "" if pick is None else f' data-pick="{pick}"'
@@ -202,7 +212,7 @@ def vote(explorer: Explorer, hidden: Sequence[int], words: str, kind: str, *, pi
 
 
 def thumbs(explorer: Explorer, pixels: UInt8[Tensor, "3 h w"], content: str) -> str:
-    """Votes on one image, which the page holds once."""
+    """Votes on one image, which is in the page only once."""
     (height, width), sharp = explorer.size, " pp-sharp" if max(explorer.size) < SMALL else ""
     fill = fill_colour(explorer.defense.classifier, torch.empty(0, 3, 1, 1)).flatten().mul(255).round().int().tolist()
     style = f"--image: url({data_uri(pixels)}); --fill: rgb{tuple(fill)}; --shape: {width} / {height}"

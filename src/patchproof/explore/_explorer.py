@@ -1,4 +1,4 @@
-"""Single images and a defence, without a page: what can be looked at, and the patches to put on it."""
+"""An explorer without its page: single images, a defence, and the patches to put on them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from patchproof.runs import Record, measure_on_generated
 from patchproof.types import InputError, Preprocessing, Size
 
 UPLOAD_LIMIT = 20 * 1024**2
-"""Larger files are refused unread, in bytes."""
+"""Largest file that is read, in bytes."""
 
 ATTACK_SECONDS = 60.0
-"""Steps of an optimised patch that would take longer are left out: all visitors share one classifier."""
+"""Most seconds that optimising a patch may take, because all visitors share one classifier."""
 
 NOISE, PICTURE, UNDEFENDED, DEFENDED = PATCH_KINDS = (
     "noise",
@@ -45,7 +45,7 @@ RECORD_KINDS: dict[str, Callable[[Record], bool]] = {
 
 
 class Placed(NamedTuple):
-    """A patch (3 p q) in 8 bits, and where it is."""
+    """A patch (3 p q) in 8 bits and its location."""
 
     patch: Tensor
     rect: Rect
@@ -53,8 +53,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What one visitor looks at: an image with what was found of it, a cell of its table, the patch on it, or two, and
-    which of them is moved and made."""
+    """The view of one visitor: an image and its finding, a cell of its table, and one or two patches, of which the one
+    number `chosen` can be moved and changed."""
 
     pixels: UInt8[Tensor, "3 h w"]
     finding: Finding
@@ -66,7 +66,7 @@ class Selection:
 
     @property
     def one(self) -> Placed:
-        """The patch that is chosen."""
+        """The chosen patch."""
         return self.patches[self.chosen]
 
     @property
@@ -77,20 +77,21 @@ class Selection:
         return patched
 
     def moved(self, top: float, left: float, patch: UInt8[Tensor, "3 p q"] | None = None) -> Selection:
-        """The chosen patch, or this one in its stead, at this place, or the nearest one inside the image."""
+        """Move the chosen patch, with the pixels of `patch` if given, to the nearest location inside the image."""
         patch = self.one.patch if patch is None else patch
         (rows, columns), (height, width) = self.pixels.shape[1:], patch.shape[1:]
         rect = Rect(max(0, min(int(top), rows - height)), max(0, min(int(left), columns - width)), height, width)
-        patches = *self.patches[: self.chosen], Placed(patch, rect), *self.patches[self.chosen + 1 :]
-        return replace(self, patches=patches)
+        patches = list(self.patches)
+        patches[self.chosen] = Placed(patch, rect)
+        return replace(self, patches=tuple(patches))
 
 
 @dataclass
 class Explorer:
-    """A defence, how images reach it, words for its labels, and images on offer with what a run recorded of them.
+    """A defence, its preprocessing, the names of its labels, and images to pick from with their records.
 
-    The passes are in float32 with the τ of the defence's engine, or one measured on generated images. An image that
-    exceeds τ is answered all the same: anybody may hand it in.
+    The passes are in float32, with the τ of the defence's engine or one measured on generated images. An image on which
+    the rounding exceeds τ is answered all the same, because anybody may drop one in.
     """
 
     defense: Any
@@ -120,7 +121,7 @@ class Explorer:
 
     @property
     def masks(self) -> MaskSet | None:
-        """Those whose copies can be shown."""
+        """The masks whose copies can be shown; None for a defence without masks or without a classifier."""
         return None if self.evaluator is None else getattr(self.defense, "masks", None)
 
     @property
@@ -147,12 +148,12 @@ class Explorer:
         return watch(self.defense, self.evaluator, self.image(pixels))
 
     def masked(self, pixels: UInt8[Tensor, "3 h w"], masks: tuple[int, ...]) -> UInt8[Tensor, "3 h w"]:
-        """The image under these masks, for the eye."""
+        """The image under these masks, as it is shown."""
         image, keep = as_images(pixels[None], "cpu"), self.defense.masks.keep()[list(masks)].all(dim=0)
         return to_bytes(occlude(image, keep, fill_colour(self.defense.classifier, image))[0])
 
     def pixels(self, record: Record) -> UInt8[Tensor, "3 h w"]:
-        """The network input of an image on offer, in 8 bits."""
+        """The image of a record as the network sees it, in 8 bits."""
         if self.source is None:
             raise InputError("no images are on offer; drop in one of your own")
         return self._network_input(self.source.load(record.index), record.path)
@@ -164,7 +165,7 @@ class Explorer:
         return to_bytes(pixels) if pixels.is_floating_point() else pixels
 
     def picture(self, file: Path) -> Image.Image:
-        """A file of anybody's in RGB; too large, broken, or no image: an InputError that says so."""
+        """Read a visitor's file in RGB; refuse it if it is too large, broken or not an image."""
         megabytes, most = file.stat().st_size / 1024**2, UPLOAD_LIMIT // 1024**2
         if megabytes > most:
             raise InputError(f"{file.name} has {megabytes:.1f} MB, at most {most} MB are taken; shrink it")
@@ -174,11 +175,11 @@ class Explorer:
             raise InputError(f"cannot use {file.name}: {error.reason}") from error
 
     def pick(self, record: Record, before: Selection | None = None) -> Selection:
-        """An image on offer, with the patch that was on the one before."""
+        """The image of a record, with the patch that was on the image `before`."""
         return self._select(self.pixels(record), record.label, record_words(record, self.name), before, record.index)
 
     def own(self, file: Path, before: Selection | None = None) -> Selection:
-        """A file of anybody's, resized and cropped as the images on offer are."""
+        """A visitor's file, resized and cropped like the images of the run."""
         words = f"Your image {file.name}. Its label is not known, so margins are about the defended answer."
         return self._select(self._network_input(self.picture(file), file.name), None, words, before)
 
@@ -197,7 +198,7 @@ class Explorer:
     def with_patch(
         self, shown: Selection, kind: str, *, size: int = 0, seed: int = 0, steps: int = 40, file: Path | None = None
     ) -> Selection:
-        """Another patch, of the threat's size number `size`, in the same place as far as it fits there."""
+        """Make the chosen patch anew, in the threat's size number `size` and as near to its place as it fits."""
         sides = self.defense.threat.patch_sizes[size]
         if kind == PICTURE and file is None:
             raise InputError("drop in a picture for the patch first")
@@ -213,8 +214,7 @@ class Explorer:
         return replace(placed, patches=tuple(Placed(image[:, r.top : r.bottom, r.left : r.right], r) for r in rects))
 
     def optimised(self, shown: Selection, *, defended: bool, steps: int, seed: int) -> UInt8[Tensor, "3 h w"]:
-        """The image with a patch at this place, or both of two at theirs, that leads the classifier, or the defence,
-        away from the image's label."""
+        """The image with its patches optimised to lead the classifier, or the defence, away from the label."""
         evaluator, images = self.evaluator, self.image(shown.pixels)[None]
         rects = tuple(one.rect for one in shown.patches)
         place = rects if len(rects) > 1 else rects[0]
@@ -239,7 +239,7 @@ class Explorer:
 
 
 def noise(size: Size, seed: int) -> UInt8[Tensor, "3 p q"]:
-    """Every value of every pixel drawn evenly."""
+    """A patch in which every value is drawn uniformly."""
     return torch.randint(256, (3, *size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 

@@ -1,6 +1,6 @@
-"""What a defence makes of one image: its answer, its certificate, the masked copies behind them; and all in sentences.
+"""The answer and the certificate of a defence for one image, the masked copies behind them, and sentences about both.
 
-`name` gives the words for a label; −1 is an alarm.
+`name` gives the name of a label; the label −1 is an alarm.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ Cell = tuple[int, int]
 Name = Callable[[int], str]
 
 MOST_NAMED = 4
-"""More copies than this are counted, not listed."""
+"""Most copies that a sentence lists; more are counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
     """Label and margin of every masked copy: cell [a, b] is the copy under masks a and b.
 
-    A defence of one round has a single row. `right`: the copy answers the image's label by at least τ.
+    A defence of one round has a single row. `right` is True if the copy has the image's label with a margin of at least
+    τ.
     """
 
     labels: Int64[Tensor, "rows n"]
@@ -39,7 +40,7 @@ class CopyTable:
 
     @classmethod
     def of(cls, table: MaskTable, cells: Int64[Tensor, "rows n"]) -> CopyTable:
-        """Of the table's only image, every cell evaluated, none given up early."""
+        """Evaluate every cell of a table of one image."""
         table.evaluate_all()
         return cls(table.label[0, cells], table.margin[0, cells], table.right()[0, cells])
 
@@ -47,12 +48,12 @@ class CopyTable:
         return tuple(sorted(set(cell))) if len(self.labels) > 1 else cell[1:]
 
     def count(self, copies: Bool[Tensor, "rows n"]) -> int:
-        """How many copies, the two orders of a pair counted once."""
+        """Number of copies; the two orders of a pair count once."""
         return int(torch.triu(copies).sum())
 
     @property
     def weakest(self) -> Cell:
-        """The failing cell of least margin; where none fails, the cell of least margin."""
+        """The cell with the smallest margin among the cells that fail, or among all if none fails."""
         candidates = self.right if bool(self.right.all()) else ~self.right
         margins = self.margins.nan_to_num(-torch.inf).masked_fill(~candidates, torch.inf)
         first, second = divmod(int(margins.argmin()), margins.shape[1])
@@ -61,7 +62,7 @@ class CopyTable:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """What is proved of a clean image about `label`; a defence without masks has no copies to show."""
+    """The certificate of a clean image for `label`; a defence without masks has no copies to show."""
 
     label: int
     answer: int
@@ -72,8 +73,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How an answer came about: the one-mask labels, if there are masks; for double masking the second rounds, in the
-    order they were asked: each copy that disagrees -> its labels under each further mask."""
+    """The steps to an answer: the one-mask labels, if there are masks, and for double masking the second round: each
+    disagreeing copy, in the order of evaluation -> its labels under every further mask."""
 
     undefended: int | None
     answer: int
@@ -87,14 +88,14 @@ class Rounds:
 
     @property
     def confirmed(self) -> int | None:
-        """The copy that decides: its second round is unanimous with it. It is the last that is asked."""
+        """The copy that decides, because its second round agrees with it unanimously; it is the last one evaluated."""
         return next((copy for copy, said in (self.second or {}).items() if set(said) == {self.first[copy]}), None)
 
 
 def study(
     defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w"], label: int | None = None
 ) -> Finding:
-    """Without a label, the finding is about the defence's own answer, and where that is an alarm, the classifier's."""
+    """Certify one image for its label, or else for the defence's answer, or if that is an alarm, the classifier's."""
     images = image[None]
     about = None if label is None else torch.tensor([label], device=image.device)
     if isinstance(defense, PatchCleanser):
@@ -114,7 +115,7 @@ def study(
 
 
 def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w"]) -> Rounds:
-    """The answer of `defense.predict`; of double masking also each second round, every label of it."""
+    """Predict one image, and record the one-mask labels and all labels of the second round behind the answer."""
     images, asked = image[None], dict[int, tuple[int, ...]]()
     undefended = None if evaluator is None else int(evaluator.labels(images))
     if not isinstance(defense, PatchCleanser):
@@ -130,7 +131,7 @@ def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w
         labels = pairs.second_round(row, mask)
         for copy, found in zip(mask.tolist(), labels.tolist(), strict=True):
             asked[copy] = tuple(found)
-            if set(found) == {int(first[0, copy])}:  # decided: the others count no more
+            if set(found) == {int(first[0, copy])}:  # this copy decides, so the others do not matter
                 break
         return labels
 
@@ -141,7 +142,7 @@ def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w
 def one_mask_table(
     defense: Any, evaluator: Evaluator | None, images: Float[Tensor, "1 c h w"], labels: Tensor | None = None
 ) -> MaskTable | None:
-    """The one-mask copies of a defence that has masks and a classifier."""
+    """The table of one-mask copies; None for a defence without masks or without a classifier."""
     masks = getattr(defense, "masks", None)
     if masks is None or evaluator is None:
         return None
@@ -150,32 +151,34 @@ def one_mask_table(
 
 
 def mask_words(masks: Sequence[int]) -> str:
-    """`mask 3`, or `masks 3 and 5`: counted from 1."""
-    return f"mask{'s' * (len(masks) > 1)} {' and '.join(str(mask + 1) for mask in masks)}"
+    """`mask 3`, or `masks 3 and 5`, counted from 1."""
+    numbers = " and ".join(str(mask + 1) for mask in masks)
+    return f"masks {numbers}" if len(masks) > 1 else f"mask {numbers}"
 
 
 def verdict(finding: Finding, name: Name, defense: Any) -> str:
     """Certified or not, the masked copy that decides it, and what follows for a patch."""
     size, right, copies = size_words(*defense.threat.patch_sizes), name(finding.label), finding.copies
-    any_patch, some = f"{size} patch", f"A {size} patch"
+    opening, detects = "Certified" if finding.certified else "Not certified", defense.guarantee == "detection"
+    patch, some = f"{size} patch", f"A {size} patch"
     if defense.threat.patches == 2:
-        any_patch, some = f"two {size} patches", f"Two {size} patches"
-    detects = defense.guarantee == "detection"
-    opening = "Certified" if finding.certified else "Not certified"
-    follows = f"No {any_patch}, anywhere on this image, can change the answer."
-    if finding.certified and detects:
-        follows = f"Under any {any_patch}, anywhere on this image, the answer is {right} or an alarm."
-    elif not finding.certified:
-        follows = f"{some} may be able to change the answer{' without an alarm' * detects}."
+        patch, some = f"two {size} patches", f"Two {size} patches"
+    if not finding.certified:
+        follows = f"{some} may be able to change the answer{' without an alarm' if detects else ''}."
+    elif detects:
+        follows = f"Under any {patch}, anywhere on this image, the answer is {right} or an alarm."
+    else:
+        follows = f"No {patch}, anywhere on this image, can change the answer."
     if copies is None:
-        said = f"the defence answers {name(finding.answer)}"
-        return f"{opening} as {right}, margin {finding.margin:+.3g}; {said}. {follows}"
-    cell, kind = copies.weakest, "pairs of masks" if len(copies.labels) > 1 else "masks"
+        said = f"margin {finding.margin:+.3g}; the defence answers {name(finding.answer)}"
+        return f"{opening} as {right}, {said}. {follows}"
+    kind = "pairs of masks" if len(copies.labels) > 1 else "masks"
     failing, count = copies.count(~copies.right), copies.count(copies.right | True)
-    label, margin, which = int(copies.labels[cell]), float(copies.margins[cell]), mask_words(copies.masks(cell))
+    label, margin = int(copies.labels[copies.weakest]), float(copies.margins[copies.weakest])
+    which = mask_words(copies.masks(copies.weakest))
     found = f"all {count} {kind} say {right}, the closest ({which}) by {margin:.3g}"
     if failing:
-        example = f"leads by {margin:.3g} only" if label == finding.label else f"is {name(label)}"
+        example = f"leads by only {margin:.3g}" if label == finding.label else f"is {name(label)}"
         verb = "does" if failing == 1 else "do"
         found = f"{failing} of {count} {kind} {verb} not say {right} clearly enough, e.g. under {which} it {example}"
     alarm = " On the clean image the defence raises an alarm." if finding.answer < 0 else ""
@@ -183,42 +186,45 @@ def verdict(finding: Finding, name: Name, defense: Any) -> str:
 
 
 def record_words(record: Record, name: Name) -> str:
-    """What a run recorded about this image."""
+    """The run's record of this image as a sentence."""
     if record.certified is None:
         return ""
-    words = "certified" if record.certified else "not certified"
-    words += "" if record.margin is None else f", margin {record.margin:+.3g}"
-    words += "" if record.certified or record.margin is None else " as far as the run looked"
+    words = ["certified" if record.certified else "not certified"]
+    if record.margin is not None:
+        looked = "" if record.certified else " as far as the run looked"
+        words.append(f"margin {record.margin:+.3g}{looked}")
     for kind, right in {"undefended": record.undefended, "defended": record.defended}.items():
-        words += "" if right is None else f", {kind} {'right' if right else 'wrong'}"
-    return f"The run's record: {words}; labelled {name(record.label)}."
+        if right is not None:
+            words.append(f"{kind} {'right' if right else 'wrong'}")
+    return f"The run's record: {', '.join(words)}; labelled {name(record.label)}."
 
 
 def explain(rounds: Rounds, name: Name) -> str:
-    """How the defence came to its answer."""
+    """The steps to the answer of the defence as a sentence."""
     answer, count = f"the answer is {name(rounds.answer)}", len(rounds.first)
     if not count:
-        return f"T{answer[1:]}."
+        return f"The answer is {name(rounds.answer)}."
     if not rounds.disagreeing:
         no_more = "" if rounds.second is None else ", so there is no second round"
         return f"All {count} copies say {name(rounds.majority)}{no_more}: {answer}."
-    parts = [f"{count - rounds.disagreeing} of {count} copies say {name(rounds.majority)}"]
+    first = f"{count - rounds.disagreeing} of {count} copies say {name(rounds.majority)}"
     if rounds.second is None:
-        return f"{parts[0]}, {rounds.disagreeing} something else: {answer}."
-    confirmed, copies = rounds.confirmed, {copy: f"{copy + 1} ({name(rounds.first[copy])})" for copy in rounds.second}
-    lost = [words for copy, words in copies.items() if copy != confirmed]
+        return f"{first}, {rounds.disagreeing} something else: {answer}."
+    copies = {copy: f"{copy + 1} ({name(rounds.first[copy])})" for copy in rounds.second}
+    lost = [words for copy, words in copies.items() if copy != rounds.confirmed]
+    parts = [first]
     if len(lost) == 1:
         parts.append(f"copy {lost[0]} is contradicted by its second round")
     elif lost:
         which = f"copies {', '.join(lost)}" if len(lost) <= MOST_NAMED else f"{len(lost)} others"
         parts.append(f"{which} are each contradicted by their second round")
-    if confirmed is None:
+    if rounds.confirmed is None:
         return f"{'; '.join(parts)}: {answer}, the majority’s."
-    return f"{'; '.join(parts)}; copy {copies[confirmed]} is confirmed by its second round: {answer}."
+    return f"{'; '.join(parts)}; copy {copies[rounds.confirmed]} is confirmed by its second round: {answer}."
 
 
 def meaning(rounds: Rounds, finding: Finding, name: Name, guarantee: str) -> str:
-    """The answer under the patch beside what was proved of the clean image."""
+    """The answer under the patch, compared with what was proved about the clean image."""
     alone = "" if rounds.undefended is None else f"Without the defence the answer would be {name(rounds.undefended)}. "
     right, alarm = name(finding.label), rounds.answer < 0
     if rounds.answer == finding.label or (alarm and guarantee == "detection"):

@@ -1,4 +1,4 @@
-"""From a folder to an explorer: the classifier, defence and images of a run or a checkpoint."""
+"""Explorers of run folders and checkpoints: their classifier, defence and images."""
 
 from __future__ import annotations
 
@@ -42,72 +42,82 @@ def open_explorer(
     data_dir: Path | None = None,
     split: str | None = None,
 ) -> Explorer:
-    """What the folder holds: a certification or an attack with its images and records, a training, or a checkpoint.
+    """Open a certification or an attack with its images and records, a training run, or a checkpoint.
 
-    `patch`, `patches` and `per_axis` change the threat and the masks. `weights` names the run's, if they moved;
-    `dataset` and `data_dir` its images. A checkpoint is defended by PatchCleanser, 3 masks per axis against a patch of
-    3%, and shows the images of `dataset` and `split`, or those that its training was validated on.
+    `patch`, `patches` and `per_axis` change the threat and the masks. `weights`, `dataset` and `data_dir` say where the
+    weights and images of a run are, if they moved. A checkpoint is defended by PatchCleanser, by default with 3 masks
+    per axis against a patch of 3%, and shows the images of `dataset` and `split`, or else its validation images.
     """
-    source: ImageSource | str
     run = None if (models.settled(place) / "classifier.json").is_file() else read_run(place)
     if isinstance(run, StoredCertification):
-        classifier = _classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
-        built, notices, names = stored_defense(run, classifier), list(run.notices), run.class_names
-        if (patch, patches, per_axis) != (None, None, None):
-            if not isinstance(built, MaskedDefense):
-                raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
-            size = built.threat.image_size
-            sizes = built.threat.patch_sizes if patch is None else parse_patches(patch, size)
-            threat = PatchThreat(size, sizes, built.threat.patches if patches is None else patches)
-            count = len(built.masks.axes[0]) if per_axis is None else per_axis
-            built = replace(built, masks=masks_for(classifier, threat, per_axis=count), threat=threat)
-            own = f"{'patch of ' * (run.patches == 1)}{run.patch_words}"
-            notices.append(f"records are about the run's own {own} and {run.masks_words}")
-        preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
-        source, records = find_images(run, dataset, data_dir), run.good
-        about = f"{run.architecture} on {run.dataset}"
+        classifier = classifier_of(run, model, weights).to(device).to(memory_format=torch.channels_last)
+        return explorer_of_run(run, classifier, patch, patches, per_axis, find_images(run, dataset, data_dir))
+    checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
+    if run and checkpoint == place:
+        raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
+    if weights is not None:
+        raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
+    own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
+    classifier = load_classifier(model or str(architecture_of(own)), own)
+    classifier = classifier.to(device).to(memory_format=torch.channels_last)
+    sizes = parse_patches(patch or "3%", classifier.input_size)
+    threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
+    built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
+    source: ImageSource | str = "No images are named as the dataset; drop in your own."
+    if dataset is not None:
+        source = open_dataset(dataset, data_dir=data_dir, split=split)
+    elif split is not None:
+        raise InputError("split needs a dataset; name it too")
     else:
-        checkpoint = next((place / name for name in CHECKPOINTS if run and (place / name).is_dir()), place)
-        if run and checkpoint == place:
-            raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
-        if weights is not None:
-            raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
-        own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
-        classifier = load_classifier(model or str(architecture_of(own)), own)
-        classifier = classifier.to(device).to(memory_format=torch.channels_last)
-        sizes = parse_patches(patch or "3%", classifier.input_size)
-        threat = PatchThreat(classifier.input_size, sizes, 1 if patches is None else patches)
-        built = defense("patchcleanser", classifier, threat, per_axis=3 if per_axis is None else per_axis)
-        names, notices = class_words(dict(enumerate(classifier.class_names or ()))), network_remarks(classifier)
-        source, records = "No images are named as the dataset; drop in your own.", ()
-        if dataset is not None:
-            source = open_dataset(dataset, data_dir=data_dir, split=split)
-        elif split is not None:
-            raise InputError("split needs a dataset; name it too")
-        else:
-            with suppress(PatchproofError):
-                source = find_images(read_run(checkpoint.resolve().parent), data_dir=data_dir)
-        low_resolution, shown = False, "your own images"
-        if not isinstance(source, str):
-            low_resolution, shown = source.low_resolution, source.name
-            classes = models.match_labels(source.class_names, classifier, source.name)
-            records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
-        preprocessing = preprocessing_for(classifier, low_resolution, threat.image_size)
-        about = f"{classifier.architecture} on {shown}"
-    if isinstance(source, str):  # why they are not found
-        return Explorer(built, preprocessing, about, names, notices=(*notices, source))
-    return Explorer(built, preprocessing, about, names, source, records, tuple(notices))
+        with suppress(PatchproofError):
+            source = find_images(read_run(checkpoint.resolve().parent), data_dir=data_dir)
+    names, remarks = class_words(dict(enumerate(classifier.class_names or ()))), tuple(network_remarks(classifier))
+    if isinstance(source, str):
+        preprocessing = preprocessing_for(classifier, False, threat.image_size)
+        about = f"{classifier.architecture} on your own images"
+        return Explorer(built, preprocessing, about, names, notices=(*remarks, source))
+    classes = models.match_labels(source.class_names, classifier, source.name)
+    records = tuple(Record(i, source.path(i), classes[label]) for i, label in enumerate(source.labels))
+    preprocessing = preprocessing_for(classifier, source.low_resolution, threat.image_size)
+    about = f"{classifier.architecture} on {source.name}"
+    return Explorer(built, preprocessing, about, names, source, records, remarks)
 
 
-def _classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> Any:
+def explorer_of_run(
+    run: StoredCertification,
+    classifier: Any,
+    patch: str | None,
+    patches: int | None,
+    per_axis: int | None,
+    source: ImageSource | str,
+) -> Explorer:
+    """The run's defence, or one with another threat or other masks; `source` may say why there are no images."""
+    built, notices = stored_defense(run, classifier), list(run.notices)
+    if (patch, patches, per_axis) != (None, None, None):
+        if not isinstance(built, MaskedDefense):
+            raise InputError(f"patch and masks can be changed for a defence with masks, and {built.name} has none")
+        old, size = built.threat, built.threat.image_size
+        sizes = old.patch_sizes if patch is None else parse_patches(patch, size)
+        threat = PatchThreat(size, sizes, old.patches if patches is None else patches)
+        count = len(built.masks.axes[0]) if per_axis is None else per_axis
+        built = replace(built, masks=masks_for(classifier, threat, per_axis=count), threat=threat)
+        own = f"patch of {run.patch_words}" if run.patches == 1 else run.patch_words
+        notices.append(f"records are about the run's own {own} and {run.masks_words}")
+    preprocessing = run.preprocessing or preprocessing_for(classifier, False, built.threat.image_size)
+    about = f"{run.architecture} on {run.dataset}"
+    if isinstance(source, str):
+        return Explorer(built, preprocessing, about, run.class_names, notices=(*notices, source))
+    return Explorer(built, preprocessing, about, run.class_names, source, run.good, tuple(notices))
+
+
+def classifier_of(run: StoredCertification, model: str | None, weights: str | None) -> Any:
     """The classifier whose weights have the sha256 of the manifest."""
     wanted, tried = run.weights_sha256, []
     if wanted is None or run.image_size is None or not run.patch_sizes:
         raise CheckError(f"{run.folder} does not say which weights, patch and image size it certified")
-    recorded = str(run.config.get("model") or run.architecture)
+    recorded, seed = str(run.config.get("model") or run.architecture), run.config.get("seed")
     if model is None and ":" in recorded:  # only the user may name code to run, not a folder that anybody wrote
         raise InputError(f"{run.folder} certified the factory {recorded}; give it as the model to have its code run")
-    seed = run.config.get("seed")
     options: dict[str, Any] = {"input_size": run.image_size, "seed": seed if isinstance(seed, int) else 0}
     options["drop_tokens"] = run.config.get("drop_tokens") is True
 
@@ -116,14 +126,16 @@ def _classifier_of(run: StoredCertification, model: str | None, weights: str | N
         own = None if run.config.get("model") else architecture_of(name)
         return load_classifier(model or own or recorded, name, num_classes=classes, **options)
 
-    places = [str(place) for place, _ in find_weights(run) if place.exists()]
-    if "," in (run.weights or ""):  # several networks, each found as one is
-        found_of = [
-            [str(p) for p, _ in find_weights(replace(run, weights=w)) if p.exists()]
-            for w in weight_names(str(run.weights))
-        ]
-        places = [",".join(found[0] for found in found_of)] if all(found_of) else []
-    for name in [weights] if weights else dict.fromkeys([*places, *filter(None, [run.weights])]):
+    def places(name: str | None) -> list[str]:
+        return [str(place) for place, _ in find_weights(replace(run, weights=name)) if place.exists()]
+
+    candidates = [weights] if weights else places(run.weights)
+    if not weights and "," in (run.weights or ""):  # the weights of an ensemble, each found on its own
+        members = [places(name) for name in weight_names(str(run.weights))]
+        candidates = [",".join(found[0] for found in members)] if all(members) else []
+    if not weights and run.weights:
+        candidates.append(run.weights)
+    for name in dict.fromkeys(candidates):
         try:
             classifier = assembled(name, load, mirror=run.config.get("mirror") is True)
         except PatchproofError as error:

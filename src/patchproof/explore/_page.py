@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from patchproof.geometry import size_words
 from patchproof.types import CheckError, InputError, PatchproofError, require_address
 
 PAGE = 12
-"""Images to pick from at a time."""
+"""Images on one page of the list."""
 
 PICK = """element.addEventListener('click', event => {
   const picked = event.target.closest('[data-pick]');
@@ -32,14 +33,14 @@ PICK = """element.addEventListener('click', event => {
 
 CLASSIFIER = {"concurrency_id": "classifier", "concurrency_limit": 1}
 CARDS = {"concurrency_id": "cards", "concurrency_limit": 1}
-"""Handlers with the same id take turns."""
+"""Handlers with the same id run one after the other."""
 
 Changes = dict[Any, Any]
-"""New values of some components; the others stay as they are."""
+"""Component -> new value; the other components stay as they are."""
 
 
 def require_gradio() -> Any:
-    """gradio, or the way to get it."""
+    """Import gradio, or say how to install it."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio
@@ -49,10 +50,10 @@ def require_gradio() -> Any:
 
 
 class ExplorerPage:
-    """The controls, section by section, then what each of them does.
+    """The controls, section by section, and what each of them does.
 
-    A handler gets the event, then the inputs' values, and returns what changes. gradio's types are not annotated: it is
-    imported only when a page is made.
+    A handler gets the event and the values of its inputs, and returns what changes. gradio's types are not annotated,
+    because it is imported only when a page is made.
     """
 
     def __init__(self, explorer: Explorer) -> None:
@@ -61,7 +62,6 @@ class ExplorerPage:
         notices = "".join(draw.message(text, kind="note") for text in explorer.notices)
         with gr.Blocks(title="patchproof explore", analytics_enabled=False) as self.blocks:
             self.shown = gr.State(None)
-            self.last = gr.State(None)  # what was shown before a kind without images was chosen: its patch comes back
             gr.HTML(f'<div class="pp-head"><h1>patchproof</h1><p>{draw.escaped(explorer.title)}</p></div>{notices}')
             for left, right in ((self.image_section, self.table_section), (self.patch_section, self.answer_section)):
                 with gr.Row():
@@ -94,18 +94,19 @@ class ExplorerPage:
         elif masks is not None:
             self.step("2 · Under one mask", "The label and its margin under each mask. Click one to see that copy.")
         else:
-            self.step("2 · What is proved", "The certificate of the image as it is.")
+            self.step("2 · What is proved", "The certificate of the clean image.")
         masked, count = masks is not None, len(masks or ())
         self.verdict = gr.HTML(elem_id="verdict")
         self.table = gr.HTML(js_on_load=PICK, elem_id="table", visible=masked)
-        last = "Second mask" if pairs else "Mask"
-        sliders = ("First mask", "first-mask", pairs and count > 1), (last, "second-mask", count > 1)
         with gr.Row():
-            self.first, self.second = (
-                gr.Slider(1, max(2, count), 1, step=1, label=label, visible=visible, min_width=120, elem_id=name)
-                for label, name, visible in sliders
-            )
+            self.first = self.slider("First mask", "first-mask", 1, count, visible=pairs and count > 1)
+            label = "Second mask" if pairs else "Mask"
+            self.second = self.slider(label, "second-mask", 1, count, visible=count > 1)
         self.copy = gr.HTML(elem_id="copy", visible=masked)
+
+    def slider(self, label: str, elem_id: str, first: int, last: int, *, visible: bool = True) -> Any:
+        last = max(first + 1, last)
+        return self.gr.Slider(first, last, first, step=1, label=label, visible=visible, min_width=120, elem_id=elem_id)
 
     def patch_section(self) -> None:
         gr, sizes = self.gr, self.explorer.defense.threat.patch_sizes
@@ -115,12 +116,10 @@ class ExplorerPage:
         self.stage = gr.HTML(js_on_load=PICK, elem_id="stage")
         both = [("first", 0), ("second", 1)]
         self.which = gr.Radio(both, value=0, label="Which patch", visible=two, elem_id="which-patch")
-        last = [side - min(size[i] for size in sizes) for i, side in enumerate(self.explorer.size)]
+        rows, columns = self.explorer.size
         with gr.Row():
-            self.top, self.left = (
-                gr.Slider(0, max(1, end), 0, step=1, label=f"Patch {axis}", min_width=120, elem_id=f"patch-{axis}")
-                for axis, end in zip(("row", "column"), last, strict=True)
-            )
+            self.top = self.slider("Patch row", "patch-row", 0, rows - min(height for height, _ in sizes))
+            self.left = self.slider("Patch column", "patch-column", 0, columns - min(width for _, width in sizes))
         names = [(f"{size_words(size)} pixels", i) for i, size in enumerate(sizes)]
         self.size = gr.Radio(names, value=0, label="Patch size", visible=len(sizes) > 1, elem_id="patch-size")
         kinds = list(PATCH_KINDS if self.explorer.evaluator else PATCH_KINDS[:2])  # optimising needs a classifier
@@ -139,9 +138,9 @@ class ExplorerPage:
     def connect(self) -> None:
         shown, where = self.shown, [self.shown, self.kind, self.number]
         for listener, handler, given in (
-            (self.blocks.load, self.of_kind, [shown, self.kind, self.last]),
-            (self.cards.click, self.picked, [shown, self.last]),
-            (self.own.upload, self.dropped, [shown, self.own, self.last]),
+            (self.blocks.load, self.of_kind, [shown, self.kind]),
+            (self.cards.click, self.picked, [shown]),
+            (self.own.upload, self.dropped, [shown, self.own]),
         ):
             done = self.on(listener, handler, given, busy=self.verdict, refused=self.own, **CLASSIFIER)
             # The cards mark the image that is shown. They are drawn once it is, for the kind and page chosen by then.
@@ -149,7 +148,7 @@ class ExplorerPage:
         for listener, by in ((self.back.click, -1), (self.next.click, 1), (self.number.submit, 0)):
             self.on(listener, lambda event, *now, by=by: self.turned(event, *now, by=by), where, **CARDS)
         filtered = self.on(self.kind.input, self.turned, where[:2], trigger_mode="always_last", **CARDS)
-        done = self.on(filtered.then, self.of_kind, [shown, self.kind, self.last], busy=self.verdict, **CLASSIFIER)
+        done = self.on(filtered.then, self.of_kind, [shown, self.kind], busy=self.verdict, **CLASSIFIER)
         self.on(done.then, self.turned, where, **CARDS)
         self.on(self.table.click, self.clicked, [shown])
         for slider in (self.first, self.second):
@@ -166,8 +165,8 @@ class ExplorerPage:
     def on(
         self, listener: Callable[..., Any], handler: Callable[..., Changes], inputs: list[Any], **options: Any
     ) -> Any:
-        """Connect a handler; what it complains about is shown, and the file in `refused` taken out. It may show on
-        `busy` that it works. What comes back has `then`, to connect what follows."""
+        """Connect a handler: its errors become warnings, `busy` shows that it works, and a file in `refused` is taken
+        out after an error. What is returned has `then`, to connect what follows."""
         busy, refused = options.pop("busy", None), options.pop("refused", None)
 
         def speaking(event, *values):  # type: ignore[no-untyped-def]
@@ -181,7 +180,7 @@ class ExplorerPage:
             return {refused: None} if refused else self.gr.skip()
 
         speaking.__annotations__ = {"event": self.gr.EventData}  # how gradio knows that the event is wanted
-        outputs = [self.shown, self.last, self.cards, self.number, self.verdict, self.table, self.first, self.second]
+        outputs = [self.shown, self.cards, self.number, self.verdict, self.table, self.first, self.second]
         outputs += [self.copy, self.stage, self.top, self.left, self.file, self.steps, self.answer, self.rounds]
         outputs += [self.own]
         progress = {"show_progress": "minimal", "show_progress_on": [busy]} if busy else {"show_progress": "hidden"}
@@ -213,31 +212,24 @@ class ExplorerPage:
             self.rounds: draw.rounds_view(explorer, patched, rounds),
         }
 
-    def picked(self, event: Any, shown: Selection | None, last: Selection | None = None) -> Changes:
+    def picked(self, event: Any, shown: Selection | None) -> Changes:
         found = [record for record in self.explorer.records if str(record.index) == event.pick]
-        return self.of_image(self.explorer.pick(found[0], shown or last)) if found else {}
+        return self.of_image(self.explorer.pick(found[0], shown)) if found else {}
 
-    def of_kind(self, event: Any, shown: Selection | None, kind: str, last: Selection | None = None) -> Changes:
-        """The first image of the kind that was chosen, unless one of it, or a visitor's own, is shown already;
-        of a kind without images none."""
+    def of_kind(self, event: Any, shown: Selection | None, kind: str) -> Changes:
+        """Show the first image of the chosen kind, unless an image of that kind or a visitor's own is shown."""
         records = self.explorer.of_kind(kind)
-        if shown is not None and shown.index in {None, *(record.index for record in records)}:
+        if not records or (shown is not None and shown.index in {None, *(record.index for record in records)}):
             return {}
-        if records:
-            return self.of_image(self.explorer.pick(records[0], shown or last))
-        if shown is None:
-            return {}
-        empty = dict.fromkeys((self.table, self.copy, self.stage, self.answer, self.rounds), "")
-        none = draw.message("No image is of this kind; choose another kind, or drop in an image of your own.")
-        return {self.shown: None, self.last: shown, self.verdict: none, **empty}
+        return self.of_image(self.explorer.pick(records[0], shown))
 
-    def dropped(self, event: Any, shown: Selection | None, file: str | None, last: Selection | None = None) -> Changes:
-        return {} if file is None else self.of_image(self.explorer.own(Path(file), shown or last))
+    def dropped(self, event: Any, shown: Selection | None, file: str | None) -> Changes:
+        return {} if file is None else self.of_image(self.explorer.own(Path(file), shown))
 
     def turned(self, event: Any, shown: Selection | None, kind: str, number: float = 1, *, by: int = 0) -> Changes:
-        """A page of the images of this kind, the nearest one that there is."""
+        """Show a page of the images of this kind, or the nearest page that exists."""
         records = self.explorer.of_kind(kind)
-        pages = max(1, -(-len(records) // PAGE))
+        pages = max(1, math.ceil(len(records) / PAGE))
         page = max(1, min(int(number or 1) + by, pages))
         cards = draw.cards(self.explorer, records[(page - 1) * PAGE : page * PAGE], shown.index if shown else None)
         return {self.cards: cards, self.number: self.gr.update(value=page, label=f"Page, 1 to {pages:,}")}
@@ -254,12 +246,11 @@ class ExplorerPage:
         return self.of_table(replace(shown, cell=((int(first) - 1) % rows, (int(second) - 1) % columns)))
 
     def pointed(self, event: Any, shown: Selection | None) -> Changes:
-        """The middle of the patch goes where the click was."""
-        shown, (height, width) = required(shown), self.explorer.size
+        """Move the middle of the patch to where the click was."""
+        shown, (rows, columns) = required(shown), self.explorer.size
         rect = shown.one.rect
-        return self.of_patch(
-            shown.moved(int(event.y * height) - rect.height // 2, int(event.x * width) - rect.width // 2)
-        )
+        top, left = int(event.y * rows) - rect.height // 2, int(event.x * columns) - rect.width // 2
+        return self.of_patch(shown.moved(top, left))
 
     def moved(self, event: Any, shown: Selection | None, top: float, left: float) -> Changes:
         return self.of_patch(required(shown).moved(top, left))
@@ -288,13 +279,13 @@ def required(shown: Selection | None) -> Selection:
 
 @contextmanager
 def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool = False) -> Iterator[str]:
-    """The page at the address yielded, until the end of the block; uploads are deleted then."""
-    require_address(host, port)  # gradio would try a hundred ports, seconds each
+    """Serve the page at the address that is yielded, until the end of the block; uploads are deleted then."""
+    require_address(host, port)  # gradio would try a hundred ports, for seconds each
     before = {name: os.environ.get(name) for name in ("GRADIO_TEMP_DIR", "no_proxy")}
     with tempfile.TemporaryDirectory(prefix="patchproof-explore-") as uploads:
         os.environ["GRADIO_TEMP_DIR"] = uploads  # read when gradio is imported and at each upload
         gr, page = require_gradio(), ExplorerPage(explorer).blocks
-        # gradio asks its own page whether it is there: not through a proxy, and a slow machine is no reason to give up.
+        # gradio asks its own page whether it is there; it must not ask through a proxy.
         direct = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY') or ''},{host},localhost"
         os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, direct.split(","))))
         fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
@@ -314,7 +305,7 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
                     css=resources.files("patchproof.explore").joinpath("page.css").read_text("utf-8"),
                     _frontend=False,
                 )
-            except Exception as error:  # whatever gradio, or what it asks its own page with, makes of it
+            except Exception as error:  # gradio and its HTTP client raise many kinds
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 hint = "is anything between this machine and itself, e.g. a proxy or a firewall?"
                 raise CheckError(f"the page does not answer on {host}: {reason}; {hint}") from error
@@ -322,8 +313,10 @@ def serve(explorer: Explorer, *, host: str, port: int | None, open_browser: bool
         finally:
             try:
                 page.close(verbose=False)
-            except RuntimeError:  # it wakes waiting coroutines from this thread, while others come and go
+            except RuntimeError:  # it wakes waiting coroutines from this thread while others come and go
                 page.server.close()
-            os.environ.update({name: value for name, value in before.items() if value is not None})
-            for name in (name for name, value in before.items() if value is None):
-                os.environ.pop(name, None)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

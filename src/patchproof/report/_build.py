@@ -1,8 +1,8 @@
-"""From run folders to a report, and from a report to files: one HTML page, in which nothing is loaded from anywhere."""
+"""Reports from run folders, written as one HTML page that loads nothing, with its tables and figures as files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,25 +17,28 @@ from patchproof.report._counts import compare, rivals, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import SMALL
 from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
-from patchproof.report._trace import shortly_named, trace
+from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
-from patchproof.runs import Rate, dump_json, read_runs, write_atomically
+from patchproof.runs import Rate, StoredTraining, dump_json, read_runs, write_atomically
 from patchproof.runs._reading import count_words, printable, shortened
 from patchproof.types import InputError
 from patchproof.version import __version__
 
 GENERATOR = "patchproof report"
-"""What the page's head says it was made by; an earlier report is known by it."""
+"""Program named in the head of the page; only a folder with such a page is written over."""
 
 MOST_IMAGES = 100
 MOST_NAMES = 4
-"""Of more runs that share a notice, not all are named."""
+"""Most runs that are named above a notice which they share."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`images` is how many certified images, and how many others, are shown at most; `dataset` and `data_dir` are the
-    new location of the images, if they moved; the other runs are compared with `baseline`, by default the first."""
+    """Settings of a report.
+
+    At most `images` certified images, and as many others, are shown. `dataset` and `data_dir` are the new location of
+    the images, if they moved. Runs are compared with `baseline`, by default the first certification.
+    """
 
     title: str | None = None
     dataset: str | None = None
@@ -50,16 +53,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and the tables and figures in it as files of their own.
+    """A page, and its tables and figures.
 
-    `notices` are what a reader must know before the numbers: `run` ("" where it is about all of them) and `text`.
+    `notices` are what a reader must know before the numbers: `text` and the `run` that it is about ("" for all).
+    `tiles` are accuracies in large type: name, meaning, rate.
     """
 
     title: str
     subtitle: str
     notices: Sequence[Mapping[str, str]]
     tiles: Sequence[tuple[str, str, Rate]]
-    """Accuracies in large type: name, meaning, rate."""
     sections: Sequence[Section]
     tables: Sequence[Table]
     conclusion: Conclusion
@@ -69,7 +72,7 @@ class Report:
         return [picture for section in self.sections for picture in section.pictures]
 
     def html(self) -> str:
-        """Every text is escaped, only the figures' own SVG is not."""
+        """The page; every text is escaped, only the SVG of the figures is inserted as it is."""
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         environment.filters["svg"] = lambda picture: Markup(picture.inline)
         environment.filters |= {"percent": percent, "interval": interval_words}
@@ -78,7 +81,7 @@ class Report:
         return template.render(page=self, groups=groups, small=SMALL, generator=GENERATOR, version=__version__)
 
     def write(self, folder: Path | str) -> Path:
-        """Put everything into `folder`, in place of the report that may be there; returns the page's path."""
+        """Write everything into `folder`, in place of an earlier report, and return the path of the page."""
         folder = Path(folder)
         page = folder / "index.html"
         if folder.exists() and not folder.is_dir():
@@ -118,44 +121,25 @@ def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
         runs.setdefault(notice["text"], []).append(notice["run"])
     groups: dict[str, list[str]] = {}
     for text, names in runs.items():
-        more = f" and {len(names) - MOST_NAMES + 1} more" if len(names) > MOST_NAMES else ""
-        groups.setdefault(", ".join(names[: MOST_NAMES - 1] if more else names) + more, []).append(text)
+        if len(names) > MOST_NAMES:
+            names = [*names[: MOST_NAMES - 2], f"{names[MOST_NAMES - 2]} and {len(names) - MOST_NAMES + 1} more"]
+        groups.setdefault(", ".join(names), []).append(text)
     return groups
 
 
 def build_report(folders: Sequence[Path | str], options: Options | None = None) -> Report:
-    """One certification in depth, or several side by side; training runs with their curves."""
+    """One certification in depth, or several side by side, and trainings with their curves."""
     chosen = options or Options()
     if not folders or isinstance(folders, str | Path):
         raise InputError(f"folders must be a list of at least one run folder, e.g. ['runs/a'], not {folders!r:.60}")
-    certified, trained = shortly_named(*read_runs(folders))
+    certified, trained = read_runs(folders)
     traced = trace(certified, trained)
-    several, subtitle, tiles = len(traced) > 1, "", list[tuple[str, str, Rate]]()
-    if chosen.baseline is not None and not several:
-        raise InputError(
-            f"baseline needs several certifications to compare, and there is {'one' if traced else 'none'}"
-        )
-    said = [("", text) for text in mixed_notices(traced)]
-    for run in certified:
-        broken = [str(record.index) for record in run.attacks if record.broken]
-        if broken:
-            words = count_words(len(broken), "certified image was", "certified images were")
-            which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
-            said.append((run.name, f"{words} broken by a patch, which a certificate rules out: {which}"))
-        if run.attacks and len(run.attacks) < len(run.good):
-            words = count_words(len(run.good) - len(run.attacks), "record says", "records say")
-            said.append((run.name, f"{words} nothing about attacks; the accuracies under attack leave them out"))
-    said += [(run.name, text) for run in certified for text in run.notices]
-    said += [(training.name, text) for training in trained for text in training.notices]
-    if any(one.strategy for one in traced):  # a strategy that is not known matters only where rows are named by it
-        said += [(one.run.name, one.doubt) for one in traced if one.doubt]
-    if several:
-        base = next((one for one in traced if not one.run.attacks), traced[0])
-        if chosen.baseline is not None:
-            same = [one for one in traced if one.run.folder.resolve() == chosen.baseline.resolve()]
-            if not same:
-                raise InputError(f"baseline must be one of the certifications in the report, not {chosen.baseline}")
-            base = same[0]
+    subtitle, tiles = "", list[tuple[str, str, Rate]]()
+    if chosen.baseline is not None and len(traced) < 2:
+        found = "one" if traced else "none"
+        raise InputError(f"baseline needs several certifications to compare, and there is {found}")
+    if len(traced) > 1:
+        base = choose_baseline(traced, chosen.baseline)
         others, twins = rivals(base.run, [one.run for one in traced if one is not base])
         unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
         comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
@@ -171,8 +155,9 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
         tiles = [(name, meanings(run)[name], rate) for name, rate in run.rates.items()]
         conclusion = conclude_one(one)
         title = f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}"
-        threat = f"{'one patch of ' * (run.patches == 1)}{run.patch_words} anywhere on the image"
-        subtitle = f"Certified {run.guarantee} against {threat}; {run.defense}, {run.masks_words}; run {run.name}"
+        patches = f"one patch of {run.patch_words}" if run.patches == 1 else run.patch_words
+        about = f"Certified {run.guarantee} against {patches} anywhere on the image"
+        subtitle = f"{about}; {run.defense}, {run.masks_words}; run {run.name}"
     else:
         sections, conclusion = [], conclude_training(trained)
         title = f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs"
@@ -180,9 +165,34 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     return Report(
         printable(chosen.title or title),
         subtitle,
-        [{"run": name, "text": text} for name, text in said],
+        [{"run": name, "text": text} for name, text in notices_of(traced, trained)],
         tiles,
         [section for section in sections if section.shown],
         [whole for section in sections for table in section.tables if (whole := table.whole or table).rows],
         conclusion,
     )
+
+
+def choose_baseline(traced: Sequence[TracedRun], named: Path | None) -> TracedRun:
+    """The run in the folder `named`, or else the first certification, or else the first attack."""
+    if named is None:
+        return next((one for one in traced if not one.run.attacks), traced[0])
+    for one in traced:
+        if one.run.folder.resolve() == named.resolve():
+            return one
+    raise InputError(f"baseline must be one of the certifications in the report, not {named}")
+
+
+def notices_of(traced: Sequence[TracedRun], trained: Sequence[StoredTraining]) -> Iterator[tuple[str, str]]:
+    """Names of runs and what is doubtful about them; a notice about all runs has the name ""."""
+    yield from (("", text) for text in mixed_notices(traced))
+    for run in (one.run for one in traced):
+        broken = [str(record.index) for record in run.attacks if record.broken]
+        if broken:
+            words = count_words(len(broken), "certified image was", "certified images were")
+            which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
+            yield run.name, f"{words} broken by a patch, which a certificate rules out: {which}"
+    for stored in (*(one.run for one in traced), *trained):
+        yield from ((stored.name, text) for text in stored.notices)
+    if any(one.strategy for one in traced):  # an unknown strategy matters only where rows are named by strategies
+        yield from ((one.run.name, one.doubt) for one in traced if one.doubt)

@@ -1,13 +1,11 @@
-"""One certification or attack in depth: each section from the records to its table and figure."""
+"""Sections about one certification or attack, each with its figure and table."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -22,31 +20,36 @@ from patchproof.report._counts import (
     outcomes,
     witness,
 )
-from patchproof.report._figures import COLOURS, FILLS, INK, Picture, dots, drawing, numbers, percents
+from patchproof.report._figures import COLOURS, FILLS, INK, Picture, dots, drawing, numbers
 from patchproof.report._gallery import Cards, attacked_gallery, make_gallery
-from patchproof.report._tables import SHOWN_CLASSES, SHOWN_FAILURES, Cell, Section, Table, duration
+from patchproof.report._tables import SHOWN_ROWS, Cell, Section, Table, duration
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun, rate_note, split_words
-from patchproof.runs import Rate, Record, StoredCertification, find_images
+from patchproof.runs import Record, StoredCertification, find_images
 from patchproof.runs._reading import printable, shortened, shortened_name
 
 WITNESS = (
-    "Left the image as the network sees it, right the copy under the masks that decided: those under which it fails, "
-    "or for a certified image those with the smallest margin. Masked pixels have the colour they had in the run; the "
-    "outlines are drawn for the reader. Evenly spaced from the narrowest margin to the widest."
+    "Left: the image as the network sees it. Right: the copy under the masks that decided. For an image without a "
+    "certificate these are masks under which it fails, for a certified image those with the smallest margin. Masked "
+    "pixels have the colour that the network saw; only the outlines are added. The images are evenly spaced from the "
+    "narrowest margin to the widest."
 )
 ALONE = "The images as the network sees them, evenly spaced from the narrowest margin to the widest."
-MARGIN = "The margin says how far the certificate is from failing; it is negative where it failed."
+MARGIN = "The margin says how far the certificate is from failing; it is negative if the certificate failed."
 TWO_MASK_MARGIN = (
-    "The margin is the smallest lead of the label's logit over the runner-up among all pairs of masks. Negative: some "
-    "pair makes the classifier answer another label."
+    "The margin is the logit of the true label minus the largest other logit, for the pair of masks where this is "
+    "smallest. If it is negative, some pair of masks makes the classifier predict another label."
 )
-EARLY = "Where an image is given up at its first failure, its margin bounds the smallest from above."
+EARLY = (
+    "The run stops looking at an image at its first failure, so the smallest margin may be lower than the one given."
+)
 BOUNDS = (
-    "What no tried patch changed is an upper bound on the accuracy under every patch, what is certified a lower one: "
-    "robust accuracy is between them. A patch that was not found proves nothing."
+    "Robust accuracy lies between two bounds: at least what is certified, at most what no patch that was tried could "
+    "change. An attack that finds no patch proves nothing."
 )
-PATCHED = "On the right the image with the patch that changed the answer, framed."
-LOST = "Where the pixels of a patch are not kept, as in old runs, its place is blank."
+PATCHED = (
+    "On the right is the image with the patch that changed the answer, framed. If the patch was not kept, its place is "
+    "blank."
+)
 ATTACK_NAMES = {
     "undefended": "undefended",
     "undefended_attacked": "undefended, attacked",
@@ -56,11 +59,11 @@ ATTACK_NAMES = {
 }
 BINS = 24
 OUTER = 0.5
-"""Percent of the values at either end that share the outermost bins, so that one outlier does not squeeze the rest."""
+"""Percentage of the values at either end that share the outermost bins, so that outliers do not squeeze the rest."""
 
 
 def meanings(run: StoredCertification) -> dict[str, str]:
-    """What each accuracy is about."""
+    """Accuracy -> what it is about."""
     through = "double masking" if run.defense == "patchcleanser" else f"the defence {run.defense}"
     promise = GUARANTEES[run.guarantee].replace("such patch", "such patch" if run.patches == 1 else "two such patches")
     return {
@@ -71,12 +74,41 @@ def meanings(run: StoredCertification) -> dict[str, str]:
 
 
 def one_certification(one: TracedRun, *, dataset: str | None, data_dir: Path | None, images: int) -> list[Section]:
-    """In depth; accuracies stand on the page in large type, so their table is a file only."""
+    """All sections about one run. The page shows its accuracies in large type, so their table is only a file."""
     run, about = one.run, meanings(one.run)
     accuracies: list[dict[str, Cell]] = [
         {"accuracy": name, "images": f"{r.k:,} of {r.n:,}", "rate (95% interval)": r, "of what": about[name]}
         for name, r in run.rates.items()
     ]
+    head = Section("accuracies", "Accuracies", tables=[Table.of("accuracies", "Accuracies", accuracies)], shown=False)
+    settings = made_with(one)
+    if not run.good:
+        return [head, settings]
+    fallen, cards, notice = list[Cards](), list[Cards](), None
+    source = find_images(run, dataset, data_dir)
+    if isinstance(source, str):  # the reason why they are not found
+        notice = source
+    else:
+        fallen = attacked_gallery(run, source, images)
+        cards, notice = make_gallery(run, source, images)
+    if any(witness(run, record)[0] for record in run.good):
+        gallery = Section("gallery", "Images and their witnesses", [WITNESS], cards=cards, notice=notice)
+    else:
+        gallery = Section("gallery", "Images", [ALONE], cards=cards, notice=notice)
+    return [
+        head,
+        *attacked([run], fallen),
+        *classes_of(run),
+        margins_of(run),
+        cost_of(run),
+        gallery,
+        settings,
+    ]
+
+
+def made_with(one: TracedRun) -> Section:
+    """Everything that another person needs to make the run again."""
+    run, manifest = one.run, one.run.manifest
     facts = {
         "data set": run.dataset,
         "split": split_words(run),
@@ -88,100 +120,76 @@ def one_certification(one: TracedRun, *, dataset: str | None, data_dir: Path | N
         "network input": "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels",
         "patch": run.patch_words,
         "defence": run.defense,
-        "guarantee": about["certified"].removesuffix(", provably"),
+        "guarantee": meanings(run)["certified"].removesuffix(", provably"),
         "masks": run.masks_words,
         "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
         "precision": run.precision,
         "device": run.device,
-        "date": str(run.manifest.get("date") or "not recorded"),
-        "commit": str(run.manifest.get("commit") or "not recorded"),
-        "patchproof": str((run.manifest.get("versions") or {}).get("patchproof") or "not recorded"),
+        "date": str(manifest.get("date") or "not recorded"),
+        "commit": str(manifest.get("commit") or "not recorded"),
+        "patchproof": str((manifest.get("versions") or {}).get("patchproof") or "not recorded"),
         "folder": str(run.folder),
     }
-    made = [{"what": what, "value": printable(value)} for what, value in facts.items()]
-    head = Section("accuracies", "Accuracies", tables=[Table.of("accuracies", "Accuracies", accuracies)], shown=False)
-    settings = Section("settings", "Made with", tables=[Table.of("settings", "Made with", made)])
-    if not run.good:
-        return [head, settings]
-    source = find_images(run, dataset, data_dir)
-    fallen, cards, notice = list[Cards](), list[Cards](), None
-    if isinstance(source, str):  # why they are not found
-        notice = source
-    else:
-        fallen, (cards, notice) = attacked_gallery(run, source, images), make_gallery(run, source, images)
-    seen = any(witness(run, record)[0] for record in run.good)
-    title, words = ("Images and their witnesses", WITNESS) if seen else ("Images", ALONE)
-    return [
-        head,
-        *attacked([run], fallen),
-        *classes_of(run),
-        margins_of(run),
-        cost_of(run),
-        Section("gallery", title, [words], cards=cards, notice=notice),
-        settings,
-    ]
+    rows = [{"what": what, "value": printable(value)} for what, value in facts.items()]
+    return Section("settings", "Made with", tables=[Table.of("settings", "Made with", rows)])
 
 
 def classes_of(run: StoredCertification) -> list[Section]:
-    """Accuracies by class; and from the lowest certified accuracy up, why images have no certificate."""
-    found, enough, n = by_class(run), enough_per_class(run), f"n = {len(run.good):,}"
-    rows: list[dict[str, Cell]] = []
+    """The accuracies of each class, and from the lowest certified accuracy up, why images have no certificate."""
+    found, rows = by_class(run), dict[int, dict[str, Cell]]()
     for label, rates in found.items():
         row: dict[str, Cell] = {"class": run.class_name(label), "images": rates["certified"].n}
-        rows.append(row | {name: rates[name] for name in reversed(run.rates)})
-    classes = Table.of("classes", "Accuracies by class", rows, [rate_note([run])])
-    ordered = sorted(classes.rows, key=lambda row: next(cell.rate for cell in row if isinstance(cell, Rate)))
-    ends = [*ordered[:SHOWN_CLASSES], *ordered[SHOWN_CLASSES:][-SHOWN_CLASSES:]]
-    classes = classes.excerpt(ends, "lowest and the highest certified accuracy")
-
-    # Both accuracies of each class, or of very many classes the certified one in rising order.
-    many, key = len(found) > MOST_CLASSES, f"certified ({run.guarantee})"
-    certified, defended = ([rates[name] for rates in found.values()] for name in ("certified", "defended"))
-    title = f"Certified accuracy of {len(found):,} classes, {n}" if many else f"Accuracy by class, {n}"
-    height = 3.1 if many else 1.2 + 0.27 * len(found)
-    with drawing("classes", title, f"{title}, with 95% intervals.", height=height) as (picture, axes):
-        if many:
-            rising, ranks = sorted(certified, key=lambda rate: (rate.rate, rate.n)), range(1, len(found) + 1)
-            low, high = ([100 * rate.interval[end] for rate in rising] for end in (0, 1))
-            axes.fill_between(ranks, low, high, step="mid", color=COLOURS[0], alpha=0.25, lw=0, label="95% interval")
-            axes.step(ranks, percents(rising)[0], where="mid", color=COLOURS[0], label=key)
-            axes.set(xlabel="classes, from the lowest to the highest", ylabel="% of the class", ylim=(-2, 102))
-        else:
-            names = [f"{shortened(run.class_name(k), 24)} (n = {r['certified'].n})" for k, r in found.items()]
-            dots(axes, names, [(key, certified, False), ("defended", defended, True)], step=-0.32)
-            axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
-
-    failed = dict[int, list[Record]]()
-    for record in outcomes(run)["not certified"]:
-        failed.setdefault(record.label, []).append(record)
-    rows, notes = [], []
-    for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
-        records = failed[label]
-        row = {"class": run.class_name(label), "not certified": len(records)}
-        if "undefended" in run.rates:
-            row["undefended wrong"] = sum(record.undefended is False for record in records)
-        if run.masks is not None:
-            shares = list(mask_shares(run, records).items())[:NAMED]
-            row["masks"] = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares) or None
-            wrong = Counter(a for r in records if (a := witness(run, r)[1]) is not None and a != label)
-            row["answered"] = next((f"{run.class_name(a)} ({k:,}×)" for a, k in wrong.most_common(1)), None)
-        rows.append(row)
-    if "undefended" in run.rates:
-        notes.append("Undefended wrong: of these, the images that the classifier misclassifies without any mask.")
-    if run.masks is not None:
-        which = "deciding pair of masks" if run.defense == "patchcleanser" else "deciding masks"
-        notes.append(f"Masks and answers: the most frequent of the {which}, as far as the run looked, and how often.")
-    failures = Table.of("failures", "Where certificates fail", rows, notes)
-    failures = failures.excerpt(failures.rows[:SHOWN_FAILURES], "lowest certified accuracy")
-    intervals = "Brackets and bands are exact (Clopper–Pearson) 95% intervals."
+        rows[label] = row | {name: rates[name] for name in reversed(run.rates)}
+    table, labels = Table.of("classes", "Accuracies by class", list(rows.values()), [rate_note([run])]), list(found)
+    if len(found) > MOST_CLASSES:
+        rising = sorted(found, key=lambda label: found[label]["certified"].rate)
+        labels = [*rising[:SHOWN_ROWS], *rising[-SHOWN_ROWS:]]
+        shown = [tuple(rows[label].values()) for label in labels]
+        table = table.excerpt(shown, "with the lowest and the highest certified accuracy")
+    title = f"Accuracy by class, n = {len(run.good):,}"
+    alt, height = f"{title}, with 95% intervals.", 1.2 + 0.27 * len(labels)
+    with drawing("classes", title, alt, height=height) as (picture, axes):
+        names = [f"{shortened(run.class_name(k), 24)} (n = {found[k]['certified'].n})" for k in labels]
+        certified, defended = ([found[label][name] for label in labels] for name in ("certified", "defended"))
+        key = f"certified ({run.guarantee})"
+        dots(axes, names, [(key, certified, False), ("defended", defended, True)], step=-0.32)
+        axes.set(xlabel="images of the class (%)", xlim=(-2, 102))
+    enough, failures = enough_per_class(run), failures_table(run)
+    words = ["Error bars are exact (Clopper–Pearson) 95% intervals."]
     return [
-        Section("classes", "By class", [intervals], [picture], [classes], shown=enough),
-        Section("failures", failures.title, (), failing_masks(run), [failures], shown=enough and bool(rows)),
+        Section("classes", "By class", words, [picture], [table], shown=enough),
+        Section("failures", failures.title, (), failing_masks(run), [failures], shown=enough and bool(failures.rows)),
     ]
 
 
+def failures_table(run: StoredCertification) -> Table:
+    """One row per class with images that have no certificate, lowest certified accuracy first."""
+    found, failed = by_class(run), dict[int, list[Record]]()
+    for record in outcomes(run)["not certified"]:
+        failed.setdefault(record.label, []).append(record)
+    rows, notes = list[dict[str, Cell]](), list[str]()
+    for label in sorted(failed, key=lambda label: (found[label]["certified"].rate, label)):
+        row: dict[str, Cell] = {"class": run.class_name(label), "not certified": len(failed[label])}
+        if "undefended" in run.rates:
+            row["undefended wrong"] = sum(record.undefended is False for record in failed[label])
+        if run.masks is not None:
+            shares = list(mask_shares(run, failed[label]).items())[:NAMED]
+            answers = Counter(witness(run, record)[1] for record in failed[label])
+            wrong = [f"{run.class_name(a)} ({k:,}×)" for a, k in answers.most_common() if a not in (None, label)]
+            row["masks"] = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares) or None
+            row["answered"] = wrong[0] if wrong else None
+        rows.append(row)
+    if "undefended" in run.rates:
+        notes.append("Undefended wrong: how many of these images the classifier gets wrong without any mask.")
+    if run.masks is not None:
+        which = "pairs of masks" if run.defense == "patchcleanser" else "masks"
+        notes.append(f"Masks, answered: the most frequent among the {which} that decided, with how often they occur.")
+    table = Table.of("failures", "Where certificates fail", rows, notes)
+    return table.excerpt(table.rows[:SHOWN_ROWS], "with the lowest certified accuracy")
+
+
 def failing_masks(run: StoredCertification) -> list[Picture]:
-    """Where in the grid of masks certificates fail: how often each mask is among those that decided."""
+    """The grid of masks, with how often each mask is among those that decided a failure; none without a grid."""
     shares = mask_shares(run, outcomes(run)["not certified"])
     if run.axes is None or not shares:
         return []
@@ -205,22 +213,46 @@ def failing_masks(run: StoredCertification) -> list[Picture]:
 
 
 def margins_of(run: StoredCertification) -> Section:
-    """Masked copies are compared by their logits; what another defence's margin is measured in is not known."""
-    unit, rows = "margin" if run.masks is None else "margin (logits)", []
-    for words, records in outcomes(run).items():
-        values = [r.margin for r in records if r.margin is not None]
+    """Margins of the certified and of the other images; only those of masked copies are known to be logits."""
+    unit = "margin" if run.masks is None else "margin (logits)"
+    known = {words: [r.margin for r in some if r.margin is not None] for words, some in outcomes(run).items()}
+    rows = list[dict[str, Cell]]()
+    for words, values in known.items():
         row: dict[str, Cell] = {unit: words, "images": len(values)}
         for head, q in {"smallest": 0, "5%": 5, "median": 50, "95%": 95, "largest": 100}.items():
             row[head] = float(np.percentile(values, q)) if values else None
         rows.append(row)
-    unknown = sum(record.margin is None for record in run.good)
-    notes = [f"{unknown:,} images have no margin: it is not a finite number."] if unknown else []
-    about = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN, *([] if run.exhaustive else [EARLY])]
-    pictures = histogram_pictures(run, "margins", "Margins", unit, lambda record: record.margin)
-    return Section("margins", "Margins", about, pictures, [Table.of("margins", "Margins", rows, notes, digits=3)])
+    about = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN]
+    if not run.exhaustive:
+        about.append(EARLY)
+    unknown, n = sum(record.margin is None for record in run.good), len(run.good)
+    notes = [f"{unknown:,} images have no margin, because it is not a finite number."] if unknown else []
+    table, every = Table.of("margins", "Margins", rows, notes, digits=3), [v for some in known.values() for v in some]
+    if not every:
+        return Section("margins", "Margins", about, tables=[table])
+    edges, title = bin_edges(every), f"Margins, n = {n:,}"
+    clipped = sum(not edges[0] <= value <= edges[-1] for value in every)
+    with drawing("margins", title, f"{title}: histograms of the certified and of the other images.") as (picture, axes):
+        for (words, values), colour, (face, hatch) in zip(known.items(), COLOURS, FILLS, strict=False):
+            counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+            shares, label = 100 * counts / n, f"{words} (n = {len(values):,})"
+            axes.stairs(shares, edges, fill=True, label=label, facecolor=face, edgecolor=colour, hatch=hatch, lw=0.8)
+        if edges[0] < 0 < edges[-1]:
+            axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        beyond = f"; {clipped:,} beyond the ends in the end bins" if clipped else ""
+        axes.set(xlabel=unit + beyond, ylabel=f"images (% of {n:,})", ylim=(0, None))
+    return Section("margins", "Margins", about, [picture], [table])
+
+
+def bin_edges(values: Sequence[float]) -> list[float]:
+    """Edges of bins of a round width, one of them at 0 if that is within; outliers are beyond the ends."""
+    least, most = np.percentile(values, [OUTER, 100 - OUTER]).tolist()
+    room = 0.5 if least == most else 0.0
+    return list(map(float, MaxNLocator(BINS).tick_values(least - room, most + room)))
 
 
 def cost_of(run: StoredCertification) -> Section:
+    """Forward passes per image, and time."""
     passes = [record.forwards for record in run.good]
     smallest, median, high, largest = np.percentile(passes, [0, 50, 95, 100]).tolist()
     facts = {
@@ -233,61 +265,21 @@ def cost_of(run: StoredCertification) -> Section:
     if run.defense == "patchcleanser" and run.masks is not None:
         facts["different masked copies per image"] = f"{len(run.masks.unions):,}"
     if run.seconds:
-        each = run.seconds / len(passes)
-        speed = {"images per second": f"{1 / each:,.1f}"} if each < 1 else {"time per image": duration(each)}
-        facts |= {"time": duration(run.seconds)} | speed
-    unit = "passes per image"
-    pictures = histogram_pictures(run, "cost", "Passes per image", unit, lambda r: float(r.forwards))
+        facts["time"] = duration(run.seconds)
+        if run.seconds < len(passes):
+            facts["images per second"] = f"{len(passes) / run.seconds:,.1f}"
+        else:
+            facts["time per image"] = duration(run.seconds / len(passes))
     table = Table.of("cost", "Cost", [{"what": what, "how much": value} for what, value in facts.items()])
-    return Section("cost", "Cost", (), pictures, [table])
-
-
-def histogram(groups: Sequence[Sequence[float]], *, n: int) -> tuple[list[float], list[list[Rate]], int] | None:
-    """Edges of common bins of a round width, one of which begins at 0 if that is within; for each group its shares of
-    all n images; and how many values are outside and count in the end bins."""
-    values = np.array([value for group in groups for value in group], dtype=np.float64)
-    if not len(values):
-        return None
-    least, most = np.percentile(values, [OUTER, 100 - OUTER]).tolist()
-    room = 0.5 if least == most else 0.0
-    edges = list(map(float, MaxNLocator(BINS).tick_values(least - room, most + room)))
-    low, high = edges[0], edges[-1]
-    found = [np.histogram(np.clip(group, low, high), edges)[0].tolist() for group in groups]
-    clipped = int(((values < low) | (values > high)).sum())
-    return edges, [[Rate(k, n) for k in row] for row in found], clipped
-
-
-def histogram_pictures(
-    run: StoredCertification, key: str, title: str, unit: str, value: Callable[[Record], float | None]
-) -> list[Picture]:
-    """A histogram of the certified images and of the others; none where there are no values."""
-    known = {words: [v for r in some if (v := value(r)) is not None] for words, some in outcomes(run).items()}
-    counted = histogram(list(known.values()), n=len(run.good))
-    if counted is None:
-        return []
-    edges, shares, clipped = counted
-    title = f"{title}, n = {len(run.good):,}"
-    with drawing(key, title, f"{title}: histograms of the certified and of the other images.") as (picture, axes):
-        for (words, values), row, colour, (face, hatch) in zip(known.items(), shares, COLOURS, FILLS, strict=False):
-            bars = [(ends, rate) for ends, rate in zip(pairwise(edges), row, strict=True) if rate.k]
-            middles, widths = [sum(ends) / 2 for ends, _ in bars], [right - left for (left, right), _ in bars]
-            heights, reach = percents([rate for _, rate in bars])
-            look: dict[str, Any] = {"facecolor": face, "edgecolor": colour, "hatch": hatch, "linewidth": 0.8}
-            axes.bar(middles, heights, widths, label=f"{words} (n = {len(values):,})", **look)
-            axes.errorbar(middles, heights, yerr=reach, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.5)
-        if edges[0] < 0 < edges[-1]:
-            axes.axvline(0, color=INK, linewidth=1, linestyle=":")
-        beyond = f"; {clipped:,} beyond the ends in the end bins" if clipped else ""
-        axes.set(xlabel=unit + beyond, ylabel=f"images (% of {len(run.good):,})")
-    return [picture]
+    return Section("cost", "Cost", tables=[table])
 
 
 def attacked(runs: Sequence[StoredCertification], cards: Sequence[Cards] = ()) -> list[Section]:
-    """Accuracies, broken certificates and cost of the runs that were attacked; transposed where that is one."""
+    """Accuracies, broken certificates and cost of the runs that were attacked; nothing if none was."""
     chosen = [run for run in runs if run.attacks]
     if not chosen:
         return []
-    words, rows, notes = [BOUNDS], list[dict[str, Cell]](), [rate_note(chosen)]
+    rows, notes = list[dict[str, Cell]](), [rate_note(chosen)]
     found = [attacked_rates(run) for run in chosen]
     for run, rates in zip(chosen, found, strict=True):
         findings = [record.attack for record in run.attacks if record.attack is not None]
@@ -302,14 +294,10 @@ def attacked(runs: Sequence[StoredCertification], cards: Sequence[Cards] = ()) -
     if len(rows) == 1:
         rows = [{"what": what, "images": cell} for what, cell in rows[0].items() if what != "run"]
     table = Table.of("attacked", "Under attack", rows, notes)
-    if len(runs) == 1:  # the other rates stand above in large type
+    if len(runs) == 1:  # the page shows the clean and certified accuracies in large type
         table = replace(table, rows=[row for row in table.rows if row[0] not in runs[0].rates], whole=table)
-    if cards:
-        words += [PATCHED] if all(card.patched for _, some in cards for card in some) else [PATCHED, LOST]
-
-    # For each run the accuracies as points on a line; the band from certified to attacked holds robust accuracy.
     title = f"Bounds on robust accuracy, n = {numbers(len(run.attacks) for run in chosen)}"
-    alt = f"{title}: five accuracies with 95% intervals; a band holds what is robust."
+    alt = f"{title}: five accuracies with 95% intervals; robust accuracy lies in the band."
     with drawing("attacked", title, alt, height=1.9 + 0.6 * len(chosen)) as (picture, axes):
         for place, rates in enumerate(found):
             if "attacked" in rates:
@@ -319,4 +307,4 @@ def attacked(runs: Sequence[StoredCertification], cards: Sequence[Cards] = ()) -
         series = [(w, [rates.get(k) for rates in found], k.endswith("attacked")) for k, w in ATTACK_NAMES.items()]
         dots(axes, names, series, step=0.12)
         axes.set(xlabel="images (%)", xlim=(-2, 102))
-    return [Section("attacked", "Under attack", words, [picture], [table], cards)]
+    return [Section("attacked", "Under attack", [BOUNDS, PATCHED] if cards else [BOUNDS], [picture], [table], cards)]

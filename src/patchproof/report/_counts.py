@@ -1,7 +1,7 @@
-"""What is counted from records: by outcome, class and mask, under attack, and of two runs on the same images.
+"""Numbers counted from records: by outcome, class and mask, under attack, and for two runs on the same images.
 
-Two runs that saw the same images have most of what makes their separate intervals wide in common. What counts is the
-images on which they differ: `gained` only by the second run, `lost` only by the first.
+Two runs on the same images share most of what makes their separate intervals wide. Their difference comes from the
+images on which they differ: those `gained` only by the second run and those `lost` only by the first.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from scipy.special import bdtr
 from patchproof.runs import ATTACK_ACCURACIES, Rate, Record, StoredCertification, Tally, rates
 
 MOST_CLASSES = 40
-"""With more classes, the figure shows the distribution instead."""
+"""Most classes that a figure names; of more classes it shows the distribution."""
 
 FEW_PER_CLASS = 5
-"""With fewer images per class on average, and many classes, nothing is shown by class: single images are no rates."""
+"""Fewest images per class, on average, for which results of many classes are shown by class."""
 
 FEW = 10
-"""Images of a class below which the class is not called weak."""
+"""Fewest images of a class for which the class is called weak."""
 
 Z = 1.959963984540054
-"""Of a two-sided 95% interval."""
+"""Normal quantile of a two-sided 95% interval."""
 
 POWER = 0.8416212335729143
-"""Of a difference found four times in five."""
+"""Normal quantile of 80%: a difference is found four times in five."""
 
 LEVEL = 0.05
+"""Differences with a smaller p are called clear."""
 
 
 def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
-    good = run.good
-    return {"certified": [r for r in good if r.certified], "not certified": [r for r in good if not r.certified]}
+    return {
+        "certified": [record for record in run.good if record.certified],
+        "not certified": [record for record in run.good if not record.certified],
+    }
 
 
 def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
@@ -54,28 +57,34 @@ def enough_per_class(run: StoredCertification) -> bool:
 
 
 def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
-    """The numbers of the masks that decided, each once, and of unions those of their parts; and the label under them.
-    None where the record has no witness that fits the run."""
+    """The numbers of the masks that decided the certificate, and the label predicted under them.
+
+    A mask that hides two places counts as its parts. Without a witness that fits the run: no masks and None.
+    """
     found = record.evidence.get("witness")
-    masks = found.get("masks") if isinstance(found, Mapping) else None
-    if run.masks is None or not isinstance(found, Mapping) or not isinstance(masks, list):
+    if run.masks is None or not isinstance(found, Mapping):
         return (), None
-    if not all(type(number) is int and 0 <= number < len(run.masks) for number in masks):
+    masks, label = found.get("masks"), found.get("label")
+    if not isinstance(masks, list) or not all(number in range(len(run.masks)) for number in masks):
         return (), None
-    rects, label = (rect for number in masks for rect in run.masks.parts[number]), found.get("label")
-    return tuple(dict.fromkeys(map(run.masks.blocks.index, rects))), label if type(label) is int else None
+    numbers = [run.masks.blocks.index(rect) for number in masks for rect in run.masks.parts[number]]
+    return tuple(dict.fromkeys(numbers)), label if isinstance(label, int) else None
 
 
 def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int, Rate]:
-    """For each mask the share of these images whose deciding masks it is among, most often first."""
+    """For each mask, the share of these images that it helped to decide; the most frequent mask first."""
     decided = [masks for record in records if (masks := witness(run, record)[0])]
     found = Counter(number for masks in decided for number in masks)
-    return {number: Rate(k, len(decided)) for number, k in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
+    ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    return {number: Rate(k, len(decided)) for number, k in ordered}
 
 
 def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
-    """All five over the same images: one that was not attacked counts with its clean answer, so the rate stays an upper
-    bound. What was not attacked at all, or has no clean answers, has no rate."""
+    """The five accuracies over the records of an attack.
+
+    An image that was not attacked counts with its clean answer, so that the rate stays an upper bound. An accuracy
+    that no record knows is left out.
+    """
     found = Tally(ATTACK_ACCURACIES).add(run.attacks).rates()
     for name, clean in (("undefended_attacked", "undefended"), ("attacked", "defended")):
         if found[name].n:
@@ -86,7 +95,7 @@ def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
 
 @dataclass(frozen=True)
 class Paired:
-    """On how many images a finding holds in both runs, only in the first, only in the second, in neither."""
+    """Numbers of images for which a finding holds in both runs, only the first, only the second, and neither."""
 
     both: int
     lost: int
@@ -104,34 +113,30 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95%, square-and-add of the two Wilson intervals with their correlation (Newcombe 1998, method 10)."""
+        """95% interval from two Wilson intervals and their correlation (Newcombe 1998, method 10)."""
         n = self.n
         if not n:
             return -1.0, 1.0
         first, second = self.both + self.lost, self.both + self.gained
-        reaches = []
-        for k in (first, second):
-            middle, square = 2 * k + Z * Z, Z * math.sqrt(Z * Z + 4 * k * (n - k) / n)
-            low, high = (end / (2 * (n + Z * Z)) for end in (middle - square, middle + square))
-            reaches.append((k / n - low, high - k / n))
-        (below1, above1), (below2, above2) = reaches
+        (below1, above1), (below2, above2) = wilson_reach(first, n), wilson_reach(second, n)
         product = first * (n - first) * second * (n - second)
-        together = self.both * self.neither - self.lost * self.gained
-        phi = (max(together - n / 2, 0) if together > 0 else together) / math.sqrt(product) if product else 0.0
-        below, above = (
-            math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b)) for a, b in ((below2, above1), (above2, below1))
-        )
+        together: float = self.both * self.neither - self.lost * self.gained
+        if together > 0:
+            together = max(together - n / 2, 0)  # continuity correction
+        phi = together / math.sqrt(product) if product else 0.0
+        below = math.sqrt(max(0.0, below2 * below2 - 2 * phi * below2 * above1 + above1 * above1))
+        above = math.sqrt(max(0.0, above2 * above2 - 2 * phi * above2 * below1 + below1 * below1))
         return max(-1.0, self.difference - below), min(1.0, self.difference + above)
 
     @property
     def p(self) -> float:
-        """McNemar's exact test: the chance, if both runs are equally good, of a split at least as uneven."""
+        """McNemar's exact test: the chance of a split at least as uneven if both runs are equally good."""
         differing = self.lost + self.gained
         return min(1.0, 2 * float(bdtr(min(self.lost, self.gained), differing, 0.5))) if differing else 1.0
 
     @property
     def images_needed(self) -> int | None:
-        """So many images show a difference of this size four times in five; None for no difference."""
+        """Number of images that show a difference of this size four times in five; None if there is no difference."""
         if self.lost == self.gained:
             return None
         differing, d = (self.lost + self.gained) / self.n, abs(self.difference)
@@ -141,14 +146,21 @@ class Paired:
         return vars(self) | {"n": self.n, "difference": self.difference, "interval": list(self.interval), "p": self.p}
 
 
+def wilson_reach(k: int, n: int) -> tuple[float, float]:
+    """Distances from k / n to the lower and the upper end of Wilson's 95% interval."""
+    middle, square = 2 * k + Z * Z, Z * math.sqrt(Z * Z + 4 * k * (n - k) / n)
+    scale = 2 * (n + Z * Z)
+    return k / n - (middle - square) / scale, (middle + square) / scale - k / n
+
+
 def count_pairs(findings: Iterable[tuple[bool | None, bool | None]]) -> Paired:
-    """Of the images on which both findings are known."""
-    known = [pair for pair in findings if None not in pair]
-    return Paired(*(known.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))))
+    """Count the images for which both findings are known."""
+    counts = Counter(findings)
+    return Paired(counts[True, True], counts[True, False], counts[False, True], counts[False, False])
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """The p-values of several tests together (Holm 1979): each is the level at which its difference still counts."""
+    """p-values corrected for testing all of them together (Holm 1979)."""
     adjusted, worst = [1.0] * len(values), 0.0
     for rank, number in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         worst = max(worst, min(1.0, (len(values) - rank) * values[number]))
@@ -158,9 +170,9 @@ def holm(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run against the baseline: each accuracy, and certified accuracy by the baseline's labels, on common images.
+    """A run against the baseline on their common images: each accuracy, and certified accuracy by label.
 
-    `corrected` are Holm's p-values of the accuracies, over all runs that are compared together.
+    `corrected` holds Holm's p-values of the accuracies, over all runs that are compared together.
     """
 
     base: StoredCertification
@@ -174,14 +186,48 @@ class Comparison:
         return self.accuracies["certified"]
 
 
+def compare(base: StoredCertification, *runs: StoredCertification) -> list[Comparison]:
+    """Compare each run with the baseline, image by image; `why_not_paired` must be None for all of them."""
+    found = []
+    for run in runs:
+        others = {record.index: record for record in run.good}
+        pairs = [(record, others[record.index]) for record in base.good if record.index in others]
+        names = [name for name in base.rates if name in run.rates]
+        accuracies = {name: count_pairs((a.finding(name), b.finding(name)) for a, b in pairs) for name in names}
+        labels: dict[int, list[tuple[bool | None, bool | None]]] = {}
+        for a, b in pairs:
+            labels.setdefault(a.label, []).append((a.certified, b.certified))
+        found.append(Comparison(base, run, accuracies, {label: count_pairs(labels[label]) for label in sorted(labels)}))
+    for name in base.rates:
+        tested = [c for c in found if name in c.accuracies]
+        for c, p in zip(tested, holm([c.accuracies[name].p for c in tested]), strict=True):
+            c.corrected[name] = p
+    return found
+
+
+def why_not_paired(base: StoredCertification, run: StoredCertification) -> str | None:
+    """Why two runs cannot be compared image by image, or their certificates claim different things; None if they can
+    be compared."""
+    if base.data_sha256 is None or run.data_sha256 is None:
+        return "it is not known which images it is about"
+    if base.data_sha256 != run.data_sha256:
+        return "it is about other images (another data set, split or limit)"
+    if base.guarantee != run.guarantee:
+        return f"its certificates are {run.guarantee}, the baseline's {base.guarantee}"
+    if base.threat != run.threat:
+        return f"its certificates are about {run.patch_words}, the baseline's about {base.patch_words}"
+    if not {record.index for record in base.good} & {record.index for record in run.good}:
+        return "no image was certified in both"
+    return None
+
+
 def rivals(
     base: StoredCertification, runs: Iterable[StoredCertification]
 ) -> tuple[list[StoredCertification], dict[str, str]]:
-    """The runs to choose from besides the baseline; and each attack that is no rival of what it attacks, by name, with
-    the run that has the same weights and defence."""
+    """The runs to choose from besides the baseline, and the attacks on one of them: name of the attack -> name of the
+    run with the same weights, defence and threat. Attacking a defence does not make another one."""
 
     def about(run: StoredCertification) -> tuple[object, ...]:
-        """Its weights, defence and threat; how its passes were computed changes none of them."""
         described = run.manifest["identity"].get("defense") or {}
         options = {name: value for name, value in described.items() if name not in ("precision", "compile")}
         return run.weights_sha256, json.dumps(options, sort_keys=True), run.masks, run.patch_sizes, run.native
@@ -194,37 +240,3 @@ def rivals(
         else:
             found.append(run)
     return found[1:], twins
-
-
-def why_not_paired(base: StoredCertification, run: StoredCertification) -> str | None:
-    """Why the images of two runs are not the same ones, or their certificates not the same claim; None if they are."""
-    if base.data_sha256 is None or run.data_sha256 is None:
-        return "it is not known which images it is about"
-    if base.data_sha256 != run.data_sha256:
-        return "it is about other images (another data set, split or limit)"
-    if base.guarantee != run.guarantee:
-        return f"its certificates are {run.guarantee}, the baseline's {base.guarantee}"
-    if base.threat != run.threat:
-        return f"its certificates are about {run.patch_words}, the baseline's about {base.patch_words}"
-    if not {record.index for record in base.good} & {record.index for record in run.good}:
-        return "no image is done in both"
-    return None
-
-
-def compare(base: StoredCertification, *runs: StoredCertification) -> list[Comparison]:
-    """Each run against the baseline; they can be paired."""
-    found = []
-    for run in runs:
-        others = {record.index: record for record in run.good}
-        pairs = [(record, others[record.index]) for record in base.good if record.index in others]
-        names = [name for name in base.rates if name in run.rates]
-        accuracies = {name: count_pairs((a.finding(name), b.finding(name)) for a, b in pairs) for name in names}
-        labels: dict[int, list[tuple[bool | None, bool | None]]] = {}
-        for a, b in pairs:
-            labels.setdefault(a.label, []).append((a.certified, b.certified))
-        found.append(Comparison(base, run, accuracies, {k: count_pairs(labels[k]) for k in sorted(labels)}))
-    for name in base.rates:
-        tested = [c for c in found if name in c.accuracies]
-        for c, p in zip(tested, holm([c.accuracies[name].p for c in tested]), strict=True):
-            c.corrected[name] = p
-    return found

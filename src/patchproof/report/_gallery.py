@@ -1,11 +1,11 @@
-"""Images of runs beside what decided about them: the copy under masks, or the patch that changed the answer."""
+"""Images of runs next to what decided about them: the copy under masks, or the patch that changed the answer."""
 
 from __future__ import annotations
 
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,15 @@ from patchproof.runs._reading import count_words, printable
 from patchproof.types import PatchproofError, Preprocessing, Size
 
 SMALL = 64
-"""Images up to this side are kept pixel by pixel; larger ones as JPEG, no larger than LARGEST."""
+"""Longest side of images that are kept pixel by pixel; larger ones become JPEG."""
 
 LARGEST = 224
+"""Longest side of an image on the page."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One image as the network sees it and, if known, the masked or patched copy that decided, with its label."""
+    """An image as the network sees it and, if known, the masked or patched copy that decided, with its label."""
 
     title: str
     label: str
@@ -40,12 +41,10 @@ class Card:
     certified: bool
     image: str
     size: Size
-    masked: str | None
-    rects: Sequence[Rect]
-    how: str
-    answered: str | None
-    patched: bool
-    """Whether `masked` shows the pixels of a patch."""
+    masked: str | None = None
+    rects: Sequence[Rect] = ()
+    how: str = ""
+    answered: str | None = None
 
 
 Cards = tuple[str, list[Card]]
@@ -53,21 +52,22 @@ Cards = tuple[str, list[Card]]
 
 
 def make_gallery(run: StoredCertification, source: ImageSource, count: int) -> tuple[list[Cards], str | None]:
-    """`count` certified images and `count` others, evenly spaced in the order of their margins, each beside its copy
-    under the masks that decided where these are known; and whether some cannot be read."""
-    groups, missing = [], 0
+    """`count` certified images and `count` others, evenly spaced in the order of their margins, and a notice if some
+    of them cannot be read."""
+    groups, missing = list[Cards](), 0
     for title, records in outcomes(run).items():
         ordered = sorted(records, key=lambda record: (abs(record.margin or 0.0), record.index))
         if len(ordered) > count:
             ordered = [ordered[i * (len(ordered) - 1) // max(1, count - 1)] for i in range(count)]
-        cards = [card for record in ordered if (card := make_card(run, source, record)) is not None]
+        cards = [card for record in ordered if (card := witness_card(run, source, record)) is not None]
         missing += len(ordered) - len(cards)
-        groups += [(title.capitalize(), cards)] if cards else []
+        if cards:
+            groups.append((title.capitalize(), cards))
     return groups, f"{count_words(missing, 'chosen image', 'chosen images')} cannot be read." if missing else None
 
 
 def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) -> list[Cards]:
-    """Images whose right answer a patch changed, first by the defence, broken certificates first."""
+    """Images whose right answer a patch changed, behind the defence and without it; broken certificates first."""
     defended = [r for r in run.attacks if r.attack and r.attack.place is not None and (r.defended or r.broken)]
     alone = [r for r in run.attacks if r.attack and r.undefended and r.attack.undefended_attacked is False]
     defended.sort(key=lambda r: (not r.broken, r.index))
@@ -76,17 +76,55 @@ def attacked_gallery(run: StoredCertification, source: ImageSource, count: int) 
         ("The defence, changed by a patch", "defended", defended),
         ("The classifier alone, changed by a patch", "undefended", alone),
     ):
-        cards = [card for record in records[:count] if (card := make_card(run, source, record, name)) is not None]
-        groups += [(title, cards)] if cards else []
+        cards = [card for record in records[:count] if (card := attacked_card(run, source, record, name)) is not None]
+        if cards:
+            groups.append((title, cards))
     return groups
 
 
-def make_card(
-    run: StoredCertification, source: ImageSource, record: Record, attacked: str | None = None
-) -> Card | None:
-    """The image beside its copy under the masks that decided; or, of what was `attacked`, with the patch that was kept,
-    blank where only its place is known. None where the image cannot be read or is not the record's, or the patch does
-    not lie in it."""
+def witness_card(run: StoredCertification, source: ImageSource, record: Record) -> Card | None:
+    """The image next to its copy under the masks that decided, or alone if these are not known."""
+    found, (masks, label) = network_input(run, source, record), witness(run, record)
+    if found is None:
+        return None
+    image, card = found
+    if run.masks is None or not masks:
+        return card
+    rects = [run.masks.blocks[number] for number in masks]
+    answered = None if label is None else run.class_name(label)
+    how = f"under {count_words(len(masks), 'mask', 'masks')}"
+    return replace(card, masked=data_uri(hidden(run, image, rects)), rects=rects, how=how, answered=answered)
+
+
+def attacked_card(run: StoredCertification, source: ImageSource, record: Record, name: str) -> Card | None:
+    """The image next to itself with the patch that was kept, blank if only its place is known; None if the image
+    cannot be read or the patch does not lie in it."""
+    found = network_input(run, source, record)
+    kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", name)
+    if name == "defended" and record.attack:  # the record has a checksum, the file of patches has none
+        kept = {place: kept.get(place) for place in record.attack.places}
+        label = record.attack.attacked_label
+    if found is None or not kept:
+        return None
+    (image, card), rects = found, [Rect(*place) for place in kept]
+    if not all(rect.height and rect.width and Rect(0, 0, *card.size).contains(rect) for rect in rects):
+        return None
+    copy, several = hidden(run, image, rects), len(rects) > 1
+    how = "with the patches" if several else "with the patch"
+    for rect, patch in zip(rects, kept.values(), strict=True):
+        if patch is not None and patch.shape[1:] == (rect.height, rect.width):
+            copy[:, rect.top : rect.bottom, rect.left : rect.right] = patch
+        else:
+            how = "where the patches were" if several else "where the patch was"
+    answered = None if label is None else run.class_name(label)
+    return replace(card, masked=data_uri(copy), rects=rects, how=how, answered=answered)
+
+
+def network_input(
+    run: StoredCertification, source: ImageSource, record: Record
+) -> tuple[Float[Tensor, "c h w"], Card] | None:
+    """The image as the network sees it, and a card that shows it alone; None if it cannot be read or is not the one of
+    the record."""
     if record.index >= len(source) or source.path(record.index) != record.path:
         return None
     try:
@@ -94,66 +132,36 @@ def make_card(
     except (PatchproofError, OSError):
         return None
     image = as_images(pixels[None], "cpu")[0]
-    size = int(image.shape[1]), int(image.shape[2])
+    size = (image.shape[1], image.shape[2])
     if size != (run.image_size or size) or len(image) not in (1, 3):
         return None
-    patches: Sequence[Tensor | None] = ()
-    if attacked is None:
-        masks, label = witness(run, record)
-        rects = [run.masks.blocks[i] for i in masks] if run.masks else []
-        how, patched = f"under {count_words(len(masks), 'mask', 'masks')}", False
-    else:
-        kept, label = kept_patches(run.folder / "patches" / f"{record.index}.safetensors", attacked)
-        if attacked == "defended" and record.attack:  # of which the record itself speaks
-            kept = {place: kept.get(place) for place in record.attack.places}
-            label = record.attack.attacked_label
-        rects, patches = [Rect(*place) for place in kept], list(kept.values())
-        if not rects or not all(r.height and r.width and Rect(0, 0, *size).contains(r) for r in rects):
-            return None
-        one, were = ("patch", "was") if len(rects) == 1 else ("patches", "were")
-        patched = all(p is not None and p.shape[1:] == (r.height, r.width) for r, p in zip(rects, patches, strict=True))
-        how = f"with the {one}" if patched else f"where the {one} {were}"
-    copy = image
-    if rects:  # x ⊙ m0 ⊙ m1 … with the run's fill; mid-grey where it has none
-        keep = MaskSet(size, tuple(rects)).keep().all(dim=0)
-        fill = run.fill if run.fill is not None and len(run.fill) == len(image) else (0.5,) * len(image)
-        copy = occlude(image, keep, torch.tensor(fill)[:, None, None])
-    for rect, patch in zip(rects, patches, strict=False):
-        if patch is not None and patched:
-            copy[:, rect.top : rect.bottom, rect.left : rect.right] = patch
-    return Card(
-        title=printable(record.path),
-        label=run.class_name(record.label),
-        margin="–" if record.margin is None else f"{record.margin:+.3g}",
-        certified=bool(record.certified),
-        image=data_uri(image),
-        size=size,
-        masked=data_uri(copy) if rects else None,
-        rects=rects,
-        how=how,
-        answered=run.class_name(label) if rects and label is not None else None,
-        patched=patched,
-    )
+    margin = "–" if record.margin is None else f"{record.margin:+.3g}"
+    label, certified = run.class_name(record.label), bool(record.certified)
+    return image, Card(printable(record.path), label, margin, certified, data_uri(image), size)
+
+
+def hidden(run: StoredCertification, image: Float[Tensor, "c h w"], rects: Sequence[Rect]) -> Float[Tensor, "c h w"]:
+    """A copy of the image with these rectangles in the run's fill, or in grey if the run has none."""
+    keep = MaskSet((image.shape[1], image.shape[2]), tuple(rects)).keep().all(dim=0)
+    fill = run.fill if run.fill is not None and len(run.fill) == len(image) else (0.5,) * len(image)
+    return occlude(image, keep, torch.tensor(fill)[:, None, None])
 
 
 def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | None], int | None]:
-    """Patches (c p q) by their place and the answer to them, as the attack left them; none where they are missing or
+    """The patches (c p q) that an attack left, by their place, and the answer to them; empty if the file is missing or
     damaged."""
     try:
-        found, patches = load_file(path), dict[tuple[int, ...], Tensor | None]()
-        for one in (name, f"{name}_2"):
-            if one in found or one == name:
-                patch, (top, left, height, width) = found[one], map(int, found[f"{one}_place"])
-                if not (patch.is_floating_point() and bool(((patch >= 0) & (patch <= 1)).all())):
-                    return {}, None
-                patches[top, left, height, width] = patch.float()
-        return patches, int(found[f"{name}_label"])
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
+        found = load_file(path)
+        names = [one for one in (name, f"{name}_2") if one in found]
+        places = [tuple(found[f"{one}_place"].tolist()) for one in names]
+        patches = [found[one].float().clamp(0, 1) for one in names]
+        return dict(zip(places, patches, strict=True)), int(found[f"{name}_label"])
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError):
         return {}, None
 
 
 def data_uri(image: Float[Tensor, "c h w"]) -> str:
-    """The image inside the page itself, in 8 bits."""
+    """The image in 8 bits, as an address that holds all of it."""
     picture, file = Image.fromarray(to_bytes(image.expand(3, -1, -1))), io.BytesIO()
     kind = "png" if max(picture.size) <= SMALL else "jpeg"
     picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)

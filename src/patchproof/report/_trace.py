@@ -1,10 +1,10 @@
-"""How the weights of certifications were trained, what the paper says of such networks, and short names for runs."""
+"""The training behind the weights of a certification, and the paper's numbers for such a network."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -20,10 +20,7 @@ GUARANTEES = {
     "detection": "the right label or an alarm under any such patch",
 }
 NAMED = 3
-"""Classes, runs or masks that a sentence or cell names."""
-
-LONG_NAME = 30
-"""Letters of a run's name that fit into headings, labels and sentences."""
+"""Most classes, runs or masks that a sentence or cell names."""
 
 PAPER_INPUT: Size = (224, 224)
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -31,11 +28,11 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "vit": ("ViT", ("vit", "deit")),
     "convnext": ("ConvNeXt", ("convnext",)),
 }
-"""The paper's families: their names, and how timm's names of their members begin."""
+"""The paper's families of networks: their names, and the beginnings of timm's names for their members."""
 
 
 def rate_note(runs: Iterable[StoredCertification]) -> str:
-    """What the rates of these runs are, and what `certified` means."""
+    """A note that says how the rates are given and what `certified` means."""
     found = sorted({run.guarantee for run in runs})
     words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
     return f"Rates with exact 95% intervals; {words}."
@@ -47,9 +44,9 @@ def split_words(run: StoredCertification) -> str:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run with how its weights were trained: the strategy, and how many extra passes per image it takes.
+    """A run with the strategy that its weights were trained with, and the extra passes per image of that strategy.
 
-    Where no training is known, `strategy` is None and `first` says how the first run with these weights is called.
+    If no training is known, `strategy` is None and `first` is the name of the first run with these weights.
     """
 
     run: StoredCertification
@@ -72,8 +69,8 @@ class TracedRun:
 
     @cached_property
     def paper(self) -> list[tuple[str | None, Expectation]]:
-        """The paper's cell with the data set, strategy, masks and patch of this run; where the architecture is none of
-        the paper's, those of its three families. Before each what differs from our run, None for the same network."""
+        """The paper's numbers for the data set, strategy, masks and patch of this run, each with what differs from our
+        network, or None if nothing does. If the architecture is not the paper's, those of its three families."""
         run, size, dataset, found = self.run, self.run.image_size, self.run.dataset, []
         if self.strategy is None or run.native or run.defense != "patchcleanser" or size is None or run.patches != 1:
             return []
@@ -92,55 +89,21 @@ class TracedRun:
         return found
 
 
-def shortly_named(
-    certified: Sequence[StoredCertification], trained: Sequence[StoredTraining]
-) -> tuple[list[StoredCertification], list[StoredTraining]]:
-    """Long names of several certifications, or trainings, without the words that they all share, but the first."""
-    names, short = list[str](), list[str]()
-    for found in ([run.name for run in certified], [run.name for run in trained]):
-        words = [re.findall(r"[^-/]+[-/]?|[-/]", name) for name in found]
-        common = set.intersection(*({word.rstrip("-/") for word in one} for one in words)) if len(words) > 1 else set()
-        kept = [[first, *(word for word in rest if word.rstrip("-/") not in common)] for first, *rest in words]
-        names += found
-        short += ["".join(one).rstrip("-/") for one in kept]
-    if max(map(len, names)) <= LONG_NAME or len(set(short)) < len(names):
-        short = names
-    count = len(certified)
-    return (
-        [replace(run, name=name) for run, name in zip(certified, short[:count], strict=True)],
-        [replace(run, name=name) for run, name in zip(trained, short[count:], strict=True)],
-    )
-
-
 def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
-    """For each run the training whose checkpoint has its weights, else the one that its settings name."""
-
-    @cache
-    def trained(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
-        """The training around a checkpoint, and the sha256 of its weights; of weights that are gone, what was noted."""
-        training = None
-        try:
-            if (checkpoint.parent / "manifest.json").is_file():
-                training = read_run(checkpoint.parent)
-            if isinstance(training, StoredTraining):
-                return training, checkpoint_sha256(checkpoint)
-        except (PatchproofError, OSError):
-            if isinstance(training, StoredTraining):
-                return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
-        return None, None
-
-    firsts, found = dict[str, str](), []
+    """Find the training of each run: the one whose checkpoint has its weights, else the one that its settings name."""
+    around, firsts, found = cache(training_around), dict[str, str](), []
     for run in runs:
         first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
         weights = f" `{printable(run.weights)}`" if run.weights else ""
-        doubt = f"no training is known for its weights{weights}; it goes by a folder's name"
-        traced = TracedRun(run, first, doubt=doubt)
+        traced = TracedRun(run, first, doubt=f"no training is known for its weights{weights}")
         for checkpoint, named in find_weights(run, trainings):
-            training, sha256 = trained(checkpoint)
-            if training is not None and sha256 == run.weights_sha256 is not None:
+            training, sha256 = around(checkpoint)
+            if training is None:
+                continue
+            if sha256 is not None and sha256 == run.weights_sha256:
                 traced = TracedRun(run, first, training.strategy, training.search_passes)
                 break
-            if training is not None and named and traced.strategy is None:
+            if named and traced.strategy is None:
                 doubt = (
                     f"it is shown as `{training.strategy}`, the strategy of the training around "
                     f"{printable(str(checkpoint))}, but the weights there are gone or not those of the run"
@@ -148,3 +111,14 @@ def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTrainin
                 traced = TracedRun(run, first, training.strategy, training.search_passes, doubt)
         found.append(traced)
     return found
+
+
+def training_around(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
+    """The training that wrote a checkpoint, and the sha256 of its weights, from its results if the weights are gone."""
+    with suppress(PatchproofError, OSError):
+        training = read_run(checkpoint.parent)
+        if isinstance(training, StoredTraining):
+            with suppress(PatchproofError, OSError):
+                return training, checkpoint_sha256(checkpoint)
+            return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
+    return None, None

@@ -1,4 +1,4 @@
-"""Trainings: their curves, what each strategy hides from its own network, and what follows."""
+"""Sections about trainings: their curves, and what each strategy hides from its own network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchproof.data import ImageSource, iterate_batches, spread_indices
 from patchproof.defenses import DEFENSES
 from patchproof.masking import as_images, network
 from patchproof.models import ImageClassifier, load_checkpoint, match_labels
-from patchproof.report._figures import COLOURS, LINES, Picture, drawing, error_line, numbers, percent_axis, styled
+from patchproof.report._figures import Picture, drawing, error_line, numbers, percent_axis, series_style, styled
 from patchproof.report._gallery import to_bytes
 from patchproof.report._tables import Cell, Section, Table
 from patchproof.runs import StoredTraining, find_images, preprocessing_for
@@ -29,19 +29,23 @@ POINTS = 120
 """Points of a loss curve; each is the mean over neighbouring steps."""
 
 COLUMNS = 6
+"""Images in the picture of what strategies hide."""
+
 SHADE = (0.84, 0.37, 0.0)
-"""Vermilion; it reads as dark grey in black and white."""
+"""Colour of hidden pixels: vermilion, which reads as dark grey in black and white."""
 
 STRIP_SIDE = 112
 MOST_PASSES = 100
-"""A strategy that takes more passes per image is left out: a page should not take minutes."""
+"""Strategies with more passes per image are skipped: drawing their masks would take minutes."""
 
-WORST = "Each row is one masked copy that a strategy would train on, chosen with the weights it ended with."
+WORST = (
+    "Each row is one masked copy that a strategy would train on, chosen with the weights at the end of its training."
+)
 VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
 
 def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
-    """Curves; and what each strategy hides, on the first validation images found, by the checkpoints found."""
+    """Curves of the trainings, and what each strategy hides if checkpoints and validation images are still there."""
     if not runs:
         return []
     rows: list[dict[str, Cell]] = [
@@ -61,54 +65,60 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
         for run in runs
     ]
     table = Table.of("training", "Training", rows, [VALIDATED]).concise()
-    names = {run.folder: run.name if run.strategy in run.name else f"{run.name} ({run.strategy})" for run in runs}
-    names = {folder: shortened_name(name, 40) for folder, name in names.items()}
-    learned, validated, pictures = [run for run in runs if run.losses], [run for run in runs if run.epochs], []
-    if learned:
-        title = f"Training loss, n = {numbers(len(run.losses) for run in learned)} steps"
-        title += ", 80% of them in the band" * any(len(run.losses) > POINTS for run in learned)
-        with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
-            for number, run in enumerate(learned):
-                # Neighbouring steps share a point: their mean, and the 10% and 90% of their losses.
-                groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
-                steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
-                low, high = ([float(np.percentile(group[:, 1], q)) for group in groups] for q in (10, 90))
-                colour = COLOURS[number % len(COLOURS)]
-                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-                axes.plot(steps, means, color=colour, linestyle=LINES[number % len(LINES)], label=names[run.folder])
-            axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        pictures.append(picture)
-    every = [rate for run in validated for epoch in run.epochs for rate in (epoch.certified, epoch.undefended)]
-    guarantees = ", ".join(sorted({validated_with(run)[1] for run in validated}))
-    for name in ("certified", "undefended") if validated else ():
-        title = f"Validation, {name}, n = {numbers(rate.n for rate in every)}"
+    names = [run.name if run.strategy in run.name else f"{run.name} ({run.strategy})" for run in runs]
+    named = [(shortened_name(name, 40), run) for name, run in zip(names, runs, strict=True)]
+    pictures = [*loss_picture(named), *validation_pictures(named)]
+    return [Section("training", "Training", pictures=pictures, tables=[table]), *hidden_by_strategies(named)]
+
+
+def loss_picture(named: Sequence[tuple[str, StoredTraining]]) -> list[Picture]:
+    learned = [(name, run) for name, run in named if run.losses]
+    if not learned:
+        return []
+    title = f"Training loss, n = {numbers(len(run.losses) for _, run in learned)} steps"
+    with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
+        for number, (name, run) in enumerate(learned):
+            groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
+            steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
+            axes.plot(steps, means, **(series_style(number) | {"marker": "none"}), label=name)
+        axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return [picture]
+
+
+def validation_pictures(named: Sequence[tuple[str, StoredTraining]]) -> list[Picture]:
+    """Certified and undefended accuracy after each epoch, on axes of the same range."""
+    validated, pictures = [(name, run) for name, run in named if run.epochs], list[Picture]()
+    every = [rate for _, run in validated for epoch in run.epochs for rate in (epoch.certified, epoch.undefended)]
+    guarantees = ", ".join(sorted({validated_with(run)[1] for _, run in validated}))
+    for key, words in (("certified", f"certified ({guarantees})"), ("undefended", "undefended")) if validated else ():
+        title = f"Validation, {key}, n = {numbers(rate.n for rate in every)}"
         alt, height = f"{title}: accuracy after each epoch, 95% intervals.", 3.0 + 0.16 * len(validated)
-        with drawing(f"validation-{name}", title, alt, height=height) as (picture, axes):
-            for number, run in enumerate(validated):
-                at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, name) for epoch in run.epochs]
-                error_line(axes, at, rates, label=names[run.folder], number=number, of=len(validated))
-            words = f"certified ({guarantees})" if name == "certified" else name
-            last = max(run.epochs[-1].epoch for run in validated)
+        with drawing(f"validation-{key}", title, alt, height=height) as (picture, axes):
+            for number, (name, run) in enumerate(validated):
+                at, rates = [epoch.epoch for epoch in run.epochs], [getattr(epoch, key) for epoch in run.epochs]
+                error_line(axes, at, rates, label=name, number=number, of=len(validated))
+            last = max(run.epochs[-1].epoch for _, run in validated)
             axes.set(xlabel="epoch", ylabel=f"{words}, %", xlim=(0.5, last + 0.5))
             percent_axis(axes, every)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         pictures.append(picture)
-    sections = [Section("training", "Training", pictures=pictures, tables=[table])]
-    source = next((found for run in runs if not isinstance(found := find_images(run), str)), None)
-    if source is None:
-        return sections
+    return pictures
+
+
+def hidden_by_strategies(named: Sequence[tuple[str, StoredTraining]]) -> list[Section]:
+    """A picture of the masks that each of the paper's strategies chooses, if a checkpoint and the images are found."""
+    source = next((found for _, run in named if not isinstance(found := find_images(run), str)), None)
     classifiers = {}
-    for run in runs:
+    for name, run in named if source is not None else ():
         if run.mask_patch == "3%" and run.strategy in STRATEGIES:
             with suppress(PatchproofError, OSError):
-                classifier = load_checkpoint(run.folder / "checkpoint-last").eval()
-                classifiers[names[run.folder]] = run.strategy, classifier
-    if classifiers:
-        with suppress(PatchproofError):  # e.g. weights for other classes than the first run's images have
+                classifiers[name] = run.strategy, load_checkpoint(run.folder / "checkpoint-last").eval()
+    if source is not None and classifiers:
+        with suppress(PatchproofError):  # e.g. weights for other classes than the images have
             picture = worst_masks(classifiers, source, seed=0)
-            sections.append(Section("worst-masks", "What each strategy hides", [WORST], [picture], wide=True))
-    return sections
+            return [Section("worst-masks", "What each strategy hides", [WORST], [picture])]
+    return []
 
 
 def validated_with(run: StoredTraining) -> tuple[str, str]:
@@ -119,10 +129,10 @@ def validated_with(run: StoredTraining) -> tuple[str, str]:
 
 
 def worst_masks(classifiers: Mapping[str, tuple[str, ImageClassifier]], source: ImageSource, *, seed: int) -> Picture:
-    """The paper's illustration: a row for each copy that each strategy trains on, masked by the classifier it trained,
-    with answer and loss below.
+    """The paper's illustration: one row per masked copy that a strategy would train on, chosen with the classifier that
+    it trained, with the answer and the loss below each image.
 
-    `classifiers` are name -> (strategy, classifier); those of another input size than the first are left out.
+    `classifiers` has name -> (strategy, classifier); classifiers with another input size than the first are skipped.
     """
     size = next(iter(classifiers.values()))[1].input_size
     strips: list[tuple[str, Float[Tensor, "b c h w"], list[str]]] = []  # title, images, a caption below each
