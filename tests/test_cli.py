@@ -263,7 +263,7 @@ def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, capsys
     manifest["tau"]["fp32"] /= 5
     Path("whole/manifest.json").write_text(json.dumps(sealed(manifest)))
     assert certify(*arguments) == 1
-    assert_one_line(capsys.readouterr().err, r"τ\(fp32\) .*, torch or --batch-size; go on .* another --output")
+    assert_one_line(capsys.readouterr().err, r"τ\(fp32\) .*, torch or --batch-size; continue .* another --output")
     assert path.read_bytes() == expected
 
 

@@ -204,9 +204,12 @@ def test_constructors_name_the_parameter():
     with pytest.raises(AttributeError, match="module 'patchproof' has no attribute 'certfy'"):
         pp.certfy  # noqa: B018
     for tries, each in ((2, (2, 2, 2, 2)), ((2, 2, 2, 1), (2, 2, 2, 1)), ("3", (3, 3, 3, 3))):
-        plan = pp.Plan(memory_tries=tries)
+        plan = pp.Plan(strategy="memory", memory_tries=tries)
         assert plan.tries() == each
         assert plan.memory_tries in ("2", "2,2,2,1", "3"), "a manifest has the same text either way"
+    for option in ({"memory_refresh": 2}, {"views": 4}, {"gutout_target": "label"}):
+        with pytest.raises(pp.InputError, match="cannot be set with the strategy greedy, which does not use it"):
+            pp.Plan(**option)
     assert pp.Plan(epochs=np.int64(3), learning_rate=np.float32(0.5)).epochs == 3, "numbers may be numpy's"
     filled = pp.certify(build(fill=torch.full((3,), 0.5)), [(IMAGES[0], 0)])
     assert filled.content["status"] == "complete", "numbers may come as a tensor"

@@ -351,7 +351,7 @@ def test_models_are_listed_by_wildcard():
 
 def test_known_weights_of_models(monkeypatch):
     named = {"tf_efficientnet_lite0": "zoo", "tf_efficientnet_lite0.in1k": "pretrained", "resnet18": "pretrained"}
-    named |= {"package.module:factory": "pretrained"}
+    named |= {"package.module:factory": "factory"}
     assert {model: known_weights(model) for model in named} == named
     assert known_weights("vit_base_patch16_18x2_224") is None
     assert known_weights("small") == "embedded"

@@ -213,7 +213,7 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
     assert "images for an interval of ±5 points (the data set has 5,000)." in steps
     assert "Try 6×6 masks: each hides 8×8 pixels instead of 12×12, for " in steps
     assert "Train with the masking strategy greedy instead of cutout" in steps
-    assert "Look at the images of eel in the explorer." in steps
+    assert "Look at the images of eel in the explorer; they fail most often under mask 5 (row 2 of 3" in steps
     (table,) = (t for t in build_report([tmp_path / "r"]).tables if t.key == "failures")
     assert table.rows[0][:3] == ("eel", 30, 0)
     assert table.rows[0][3].startswith("5 (30×)")
@@ -227,6 +227,9 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(300)]
     steps = concluded(tmp_path / "wrong", wrong, "greedy").steps
     assert any("alone it gets 100 of 100 images without a certificate wrong" in text for text in steps)
+    assert not any("always answers" in text for text in strong.verdict)
+    single = [replace(r, certified=r.label == 1) for r in failing(60)]
+    assert any("All certified images are of class" in text for text in concluded(tmp_path / "single", single).verdict)
     none = [replace(r, certified=False) for r in failing(60)]
     few = "an interval of ±5 points takes about 342, and the data set has 60."
     assert f"Collect more images: {few}" in concluded(tmp_path / "few", failing(60)).steps

@@ -156,7 +156,7 @@ def _find(model: str, weights: str, num_classes: int | None, size: Size | None, 
         raise InputError(f"{model} is a hub id: give it as the weights, and the architecture as the model")
     if weights == "random":
         return rewrap(build(model, num_classes, size), source=f"random weights, seed {seed}")
-    if weights == FACTORY and is_own(model):
+    if weights in (FACTORY, "pretrained") and is_own(model):
         return build(model, num_classes, size)
     if weights == "pretrained" and model in NETWORKS:
         raise InputError(

@@ -163,6 +163,10 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
         verdict.append(f"Clean accuracy: {difference(clean, 'the defence', 'the classifier alone')}")
+    right = {record.label for record in run.good if record.certified}
+    if len(right) == 1 and len(by_class(run)) > 1 and rate.k >= FEW:
+        name = run.class_name(right.pop())
+        verdict.append(f"All certified images are of class {name}: a network that always answers so would do the same.")
     failed, alone = outcomes(run)["not certified"], run.rates.get("undefended")
     wrong = sum(record.undefended is False for record in failed)
     if failed and alone is not None:
@@ -186,7 +190,11 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
         named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak[:NAMED])
         more = f" and {len(weak) - NAMED} more" if len(weak) > NAMED else ""
         verdict.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
-        steps.append(f"Look at the images of {run.class_name(weak[0][0])} in the explorer.")
+        lowest = weak[0][0]
+        deciding = list(mask_shares(run, [record for record in failed if record.label == lowest]))[:2]
+        masks = " and ".join(mask_name(run, number) for number in deciding)
+        where = f"; they fail most often under {masks}" if masks else ""
+        steps.append(f"Look at the images of {run.class_name(lowest)} in the explorer{where}.")
     shares = list(mask_shares(run, failed).items())[:NAMED]
     if shares:
         named = ", ".join(f"{mask_name(run, number)} {percent(share.rate)}" for number, share in shares)
@@ -272,7 +280,11 @@ def conclude_several(
         for name, words in (("certified", "Certified"), ("defended", "Defended, on clean images")):
             if name == "certified" or c in clean:
                 holm = c.corrected[name] if len(ordered) > 1 else None
-                verdict.append(f"{words}: {difference(c.accuracies[name], c.run.name, own, holm)}")
+                said = f"{words}: {difference(c.accuracies[name], c.run.name, own, holm)}"
+                (low, high), (base_low, base_high) = (run.rates[name].interval for run in (c.run, c.base))
+                if name == "certified" and c in clear and low <= base_high and base_low <= high:
+                    said += " Their own intervals overlap, but on the same images the paired difference decides."
+                verdict.append(said)
     if len(ordered) > NAMED:
         verdict.append(f"{len(ordered) - NAMED} more are in the table.")
     unclear = [(needed, c) for c in rated if c not in clear and (needed := c.certified.images_needed) is not None]
