@@ -232,7 +232,7 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     """With a test split of its own, nothing overlaps; without, the best checkpoint's number is optimistic."""
     monkeypatch.setenv("COLUMNS", "200")
     data = two_classes(tmp_path / "pets", {"train": 14, "validation": 5, "test": 4})
-    assert train(data, "--output", "r", "--epochs", "1") == 0
+    assert train(data, "--output", "r", "--epochs", "2") == 0
     assert "chosen on pets, split validation; pets, split test is left to test" in capsys.readouterr().err
     assert train(data, "--output", "t", "--epochs", "1", "--split", "test") == 0
     assert "split validation; certify tests the images it learns from, unless it is given" in capsys.readouterr().err
@@ -250,6 +250,9 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
         shown = " ".join(capsys.readouterr().out.split())
         assert ("optimistic: the checkpoint was chosen among the epochs" in shown) == optimistic
         assert f"pets (split {split})" in shown
+    chosen[chosen.index("r/checkpoint-best")] = "once/checkpoint-best"
+    assert train(data, "--output", "once", "--epochs", "1") == run(["certify", *chosen[:-1], "best-of-one"]) == 0
+    assert "optimistic" not in capsys.readouterr().out, "there was nothing to choose"
     two = two_classes(tmp_path / "two", {"train": 14, "val": 5})
     assert train(two, "--output", "s", "--epochs", "1") == 0
     assert "these are also the images that certify tests" in capsys.readouterr().err

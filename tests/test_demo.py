@@ -43,5 +43,10 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     for run_name in (f"{strategy}/certify-{masks}" for strategy in ("cutout", "greedy") for masks in ("3x3", "6x6")):
         found = json.loads((demo / run_name / "results.json").read_text())["certified"]
         assert reported[run_name] == (str(found["k"]), str(found["n"])) == (str(found["k"]), "2")
+    assert run(["demo", "--epochs", "1", "--images", "2", "--device", "cpu", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["strategy"], line["masks"], line["certified"]["n"]) for line in shown] == [
+        (strategy, masks, 2) for strategy in ("cutout", "greedy") for masks in (3, 6)
+    ]
     assert run(["demo", "--output", "runs/demo"]) == 2
     assert "exists already; choose another --output" in capsys.readouterr().err

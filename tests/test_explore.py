@@ -476,7 +476,7 @@ def test_a_checkpoint_and_a_training_run_can_be_explored_too(checkpoint, tmp_pat
     assert alone.source is None
     assert "drop in your own" in alone.notices[0]
     for wrong in ({"weights": "x"}, {"split": "train"}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} (cannot be chosen|needs a dataset)"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} (are for a run|needs a dataset)"):
             open_explorer(checkpoint, **wrong)
 
 

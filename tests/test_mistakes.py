@@ -118,6 +118,31 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
         pp.predict(Net().eval(), [IMAGES[0]])
 
 
+def test_a_network_that_says_neither_size_nor_classes_is_not_guessed_at(tmp_path):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Conv2d(3, 4, 3)
+
+        def forward(self, images):
+            return self.head(images).mean(dim=(2, 3))
+
+    for name, sizes in (("mixed", (20, 24)), ("same", (20, 20))):
+        for index, side in enumerate(sizes):
+            path = tmp_path / name / "train" / "ab"[index] / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (30, side)).save(path)
+    plan = pp.Plan(strategy="none", epochs=1, batch_size=2, learning_rate=0.01)
+    network = Pooled()
+    mixed, same = (pp.open_dataset(str(tmp_path / name), split="train") for name in ("mixed", "same"))
+    with pytest.raises(
+        pp.InputError, match=r"differ in size, e.g. 20×30 or 24×30 pixels, .* set classifier.input_size"
+    ):
+        pp.train(network, mixed, plan)
+    with pytest.raises(pp.InputError, match="wrong number of classes: same has 2, the classifier 4 and no class names"):
+        pp.certify(pp.defense("patchcleanser", network.eval(), pp.PatchThreat((20, 30), ((3, 3),))), same)
+
+
 def test_pictures_and_tensors_of_the_same_pixels_get_the_same_answer():
     defense, pixels = build(), (IMAGES * 255).byte()
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]

@@ -19,6 +19,7 @@ from patchproof.report import build_report
 from patchproof.report._counts import attacked_rates
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import ATTACK_ACCURACIES, Rate, Record
+from patchproof.settings import AttackPlan
 from run_folders import attacked_records, detection, manifest, random_records, write_run
 
 
@@ -52,6 +53,17 @@ def pets(tmp_path):
     content["config"]["dataset"] = str(data)
     content["identity"]["data_sha256"] = source.listing_sha256()
     return content, [replace(r, path=source.path(r.index)) for r in attacked_records(30)]
+
+
+def test_how_strong_the_attack_was_is_said(pets, tmp_path):
+    content, records = pets
+    content["identity"]["attack"] = vars(AttackPlan(steps=10, target="defended", place_search="grid"))
+    made = next(
+        s for s in build_report([write_run(tmp_path / "attack", content, records)]).sections if s.key == "settings"
+    )
+    facts = dict(made.tables[0].rows)
+    assert facts["attack"] == "10 steps of at most 0.1 from 2 starts at 4 places per image (grid search), seed 0"
+    assert facts["attacked"] == "the defence, on all images"
 
 
 def test_all_five_accuracies_are_counted_from_the_records(folder):
@@ -101,6 +113,7 @@ def test_images_whose_answer_changed_are_shown_with_the_place(pets, tmp_path):
     assert [card.title for card in cards] == [record.path for record in fell][:8]
     assert all((c.rects[0].top, c.rects[0].left, c.rects[0].height) == (3, 4, 5) for c in cards)
     assert all(card.how == "where the patch was" for card in cards)
+    assert all(card.margin is None for card in cards), "the margin of the certificate is not that of the patched image"
 
 
 def test_kept_patches_are_pasted_where_they_were_and_damaged_ones_leave_the_place_blank(pets, tmp_path):

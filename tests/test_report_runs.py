@@ -374,7 +374,8 @@ def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
     assert mixed_notices([one, fewer]) == ["mixed: the runs cover different images of the same data set (n = 20, 40)"]
     others = traced(tmp_path, "rand", **{"identity.data_sha256": "ee", "data.name": "plants"})
     assert mixed_notices([one, others]) == [
-        "mixed: the runs are not about the same images (pets, plants); compare only within a data set"
+        "mixed: the runs are not about the same images (pets, plants; other data, split or limit), so their rates are "
+        "not comparable"
     ]
     native, small = traced(tmp_path, "rand", **{"config.threat_space": "native"}), traced(tmp_path, "rand", patch=2)
     assert mixed_notices([one, native, small]) == [

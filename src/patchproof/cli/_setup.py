@@ -42,6 +42,8 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
             raise InputError(f"no such checkpoint folder: {path}; if it names other weights, add --model")
         last = path / "checkpoint-last"
         hint = f"did you mean {last}?" if last.is_dir() else "name the network it is for with --model"
+        if (path / "records.jsonl").exists():
+            hint = "it is the folder of a certification; give the weights that it certified"
         raise InputError(f"{settings.weights} is no checkpoint folder; {hint}")
     weights = settings.weights or known_weights(model)
     if weights is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from patchproof.cli._runs import certified, trained
 from patchproof.cli._settings import CertifySettings, DemoSettings, TrainSettings, with_defense
-from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent
+from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent, print_json
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError
 
@@ -21,7 +21,8 @@ def demo(settings: DemoSettings) -> int:
     """Fine-tune a small network on random and on worst-case masks, and compare how many images each can certify."""
     from patchproof.report import Options, build_report
 
-    console, status = Console(), Console(stderr=True)
+    status = Console(stderr=True)
+    console = status if settings.json else Console()
     names = itertools.chain(["demo"], (f"demo-{number}" for number in itertools.count(2)))
     folder = settings.output or next(Path("runs") / name for name in names if not (Path("runs") / name).exists())
     if settings.epochs < 1 or settings.images < 1:
@@ -37,6 +38,9 @@ def demo(settings: DemoSettings) -> int:
         f"[bold]4. Certify[/] {settings.images} test images against any 5×5 patch (3% of the image), anywhere"
     )
     found = {(s, m): certify(settings, folder, s, m, status) for s in STRATEGIES for m in MASKS}
+    if settings.json:
+        for (strategy, masks), run in found.items():
+            print_json({"strategy": strategy, "masks": masks, "folder": str(run.folder), **run.content})
     numbers = "undefended", "defended", "certified", "95% interval", "passes"
     title = f"accuracy on {found['greedy', 3].certified.n} test images"
     table = new_table("training", "masks", *numbers, numbers=numbers, title=title)

@@ -56,7 +56,9 @@ def open_explorer(
     if run and checkpoint == place:
         raise InputError(f"{place} is a training run without a checkpoint; wait for its first, or resume it")
     if weights is not None:
-        raise InputError("weights cannot be chosen for a checkpoint, which has its own; they are for a run")
+        raise InputError(
+            "weights are for a run whose weights have moved; to explore a checkpoint, give its folder as the argument"
+        )
     own = str(models.EMBEDDED if checkpoint == models.embedded_checkpoint() else checkpoint)
     classifier = load_classifier(model or str(architecture_of(own)), own)
     classifier = classifier.to(device).to(memory_format=torch.channels_last)

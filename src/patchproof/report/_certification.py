@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -123,6 +124,7 @@ def made_with(one: TracedRun) -> Section:
         "guarantee": meanings(run)["certified"].removesuffix(", provably"),
         "masks": run.masks_words,
         "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
+        **attack_settings(manifest["identity"].get("attack")),
         "precision": run.precision,
         "device": run.device,
         "date": str(manifest.get("date") or "not recorded"),
@@ -132,6 +134,20 @@ def made_with(one: TracedRun) -> Section:
     }
     rows = [{"what": what, "value": printable(value)} for what, value in facts.items()]
     return Section("settings", "Made with", tables=[Table.of("settings", "Made with", rows)])
+
+
+def attack_settings(plan: Any) -> dict[str, str]:
+    """How strong the attack was, as it was asked for; empty for a run of `certify`."""
+    if not isinstance(plan, Mapping):
+        return {}
+    effort = f"{plan['steps']} steps of at most {plan['step_size']} from {plan['restarts']} starts"
+    places = "every place" if plan["place_search"] == "exhaustive" else f"{plan['places']} places"
+    which = "certified images alone" if plan["only_certified"] else "all images"
+    target = {"both": "the classifier alone, and the defence", "undefended": "the classifier alone"}
+    return {
+        "attack": f"{effort} at {places} per image ({plan['place_search']} search), seed {plan['seed']}",
+        "attacked": f"{target.get(plan['target'], 'the defence')}, on {which}",
+    }
 
 
 def classes_of(run: StoredCertification) -> list[Section]:

@@ -139,7 +139,10 @@ def mixed_notices(traced: Sequence[TracedRun]) -> list[str]:
         )
     if len({run.data_sha256 for run in runs}) > 1:
         sets = ", ".join(sorted({run.dataset for run in runs}))
-        notices.append(f"mixed: the runs are not about the same images ({sets}); compare only within a data set")
+        notices.append(
+            f"mixed: the runs are not about the same images ({sets}; other data, split or limit), so their rates are "
+            "not comparable"
+        )
     elif len({frozenset(record.index for record in run.good) for run in runs}) > 1:
         counts = ", ".join(sorted({f"{one.certified.n:,}" for one in traced}))
         notices.append(f"mixed: the runs cover different images of the same data set (n = {counts})")

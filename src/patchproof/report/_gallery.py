@@ -37,7 +37,7 @@ class Card:
 
     title: str
     label: str
-    margin: str
+    margin: str | None
     certified: bool
     image: str
     size: Size
@@ -117,7 +117,8 @@ def attacked_card(run: StoredCertification, source: ImageSource, record: Record,
         else:
             how = "where the patches were" if several else "where the patch was"
     answered = None if label is None else run.class_name(label)
-    return replace(card, masked=data_uri(copy), rects=rects, how=how, answered=answered)
+    # The margin belongs to the certificate of the clean image, not to this answer.
+    return replace(card, margin=None, masked=data_uri(copy), rects=rects, how=how, answered=answered)
 
 
 def network_input(

@@ -36,7 +36,7 @@ def percent(rate: float) -> str:
 def interval_words(found: Rate | Paired) -> str:
     """`57.3–67.0%` for a rate, `+1.0 to +7.3` in percentage points for a difference."""
     low, high = (100 * end for end in found.interval)
-    return f"{low:+.1f} to {high:+.1f}" if isinstance(found, Paired) else f"{low:.1f}–{high:.1f}%"
+    return f"{low:+z.1f} to {high:+z.1f}" if isinstance(found, Paired) else f"{low:.1f}–{high:.1f}%"
 
 
 def duration(seconds: float) -> str:

@@ -54,12 +54,12 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
             "strategy": run.strategy,
             "extra passes per image": run.search_passes,
             "steps": run.losses[-1][0] if run.losses else 0,
-            "epochs": len(run.epochs),
+            "validated epochs": len(run.epochs),
             "seconds": run.seconds,
             "best epoch": run.best.epoch if run.best else None,
             "undefended": run.best.undefended if run.best else None,
             "certified": run.best.certified if run.best else None,
-            "certified by": "{} ({})".format(*validated_with(run)),
+            "certified by": "{} ({})".format(*validated_with(run)) if run.best else None,
             "best epoch chosen on": run.selected_on,
         }
         for run in runs

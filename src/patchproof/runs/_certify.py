@@ -251,13 +251,20 @@ class Session:
         return new_manifest(command, self.config, identity, facts | {"processes": self.team.size}, device_of(defense))
 
     def require_labels(self) -> None:
-        """Refuse labels that the classifier does not have, before time is spent on the other images."""
-        classes: int | None = len(self.source.class_names) or getattr(self.classifier, "num_classes", None)
+        """Refuse labels and numbers of classes that the classifier does not have, before time is spent on images."""
+        named = len(self.source.class_names)
+        classes: int | None = getattr(self.classifier, "num_classes", None)
         if classes is None and self.classifier is not None:  # ask it about one image
             batches = load_groups(self.source, self.how, ([index] for index in self.indices), skip_bad=True)
             first = next((batch.images for batch in batches if batch.indices), None)
             if first is not None:
                 classes = output_count(self.classifier, as_images(first, device_of(self.defense)))
+                if named not in (0, classes) and getattr(self.classifier, "class_names", None) is None:
+                    raise InputError(
+                        f"wrong number of classes: {self.source.name} has {named}, the classifier {classes} and no "
+                        "class names to match by; give it class_names, or data with its classes"
+                    )
+        classes = named or classes
         known = "cannot be negative" if classes is None else f"are 0 to {classes - 1}"
         for index in self.indices:
             label = self.source.labels[index]

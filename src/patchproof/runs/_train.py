@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
-from patchproof.geometry import PatchThreat, parse_patches
+from patchproof.geometry import PatchThreat, parse_patches, size_words
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
 from patchproof.models import ImageClassifier, adopt, classifier_summary, save_checkpoint, settled, weights_sha256
 from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from patchproof.training.loop import StepReport, Trainer
+
+
+SIZES_COMPARED = 16
+"""Training images whose sizes are compared, if a classifier does not say its own input size."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,9 @@ class Progress:
             if best is epoch:  # of equal epochs, the first stays
                 notes["best"] = epoch
                 if self.path is not None:
-                    seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
+                    seen = {"trained_on": self.images["train"]}
+                    if self.trainer.plan.epochs > 1:  # a single epoch leaves no choice
+                        seen["selected_on"] = self.images["validation"]
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
         self.save()
@@ -354,14 +360,20 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
-    """Return the classifier, or wrap another module; if it does not say its input size, that of the first image."""
+    """Return the classifier, or wrap another module; its input size is its own, or else that of the images."""
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
         raise InputError("there are no images to train on")
-    first: Any = source.load(0)
-    own: Size = (first.shape[-2], first.shape[-1]) if isinstance(first, Tensor) else (first.height, first.width)
-    size: Size = getattr(classifier, "input_size", None) or own
-    channels = first.shape[0] if isinstance(first, Tensor) else 3
+    some: list[Any] = [source.load(index) for index in spread_indices(source, SIZES_COMPARED)]
+    sizes = {(image.shape[-2], image.shape[-1]) if isinstance(image, Tensor) else image.size[::-1] for image in some}
+    size: Size | None = getattr(classifier, "input_size", None)
+    if size is None and len(sizes) > 1:
+        raise InputError(
+            f"the images differ in size, e.g. {size_words(*sorted(sizes)[:2])} pixels, and the classifier does not say "
+            "which size it takes; set classifier.input_size = (height, width)"
+        )
+    size = size or sizes.pop()
+    channels = some[0].shape[0] if isinstance(some[0], Tensor) else 3
     images = torch.zeros(1, channels, *size, device=next(classifier.parameters()).device)
     return adopt(classifier, input_size=size, num_classes=output_count(classifier, images), channels=channels)

@@ -256,7 +256,7 @@ class Trainer:
         if not math.isfinite(mean):
             raise CheckError(
                 f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before is kept: lower the "
-                "learning rate, or use precision bf16 instead of fp16"
+                f"learning rate{', or use precision bf16' if self.plan.precision == 'fp16' else ''}"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
