@@ -311,13 +311,13 @@ WRONG = [
     ("certify --masks three", "Invalid value for --masks"),
     ("certify --precision fp8", 'Invalid value "fp8" for --precision. Choose from: "fp32", "tf32"'),
     ("certify --weights random --patch 3%,", "a patch looks like 3%.*, not `` in `3%,`"),
-    ("certify --band 4", "option: --band. It is for the defence derandomized-smoothing, smoothed-vit, patchguard-smo"),
+    ("certify --band 4", "option: --band. It is for the defences derandomized-smoothing, smoothed-vit, patchguard-smo"),
     ("certify --weights random --defense bagcert", "which small lacks; train a BagNet: patchproof train --recipe"),
     ("certify --weights runs/typo/checkpoint-last", "no such checkpoint folder: runs/typo/checkpoint-last"),
     ("certify --weights random --output file", "cannot create the folder 'file': file is a file"),
     ("certify --output file/run", "cannot create the folder 'file/run': file is a file"),
     ("certify images", "unexpected argument: images; see `patchproof certify --help`"),
-    ("certify --epochs 3", "Unknown option: --epochs. It is for the command demo, train."),
+    ("certify --epochs 3", "Unknown option: --epochs. It is for the commands demo, train."),
     ("certify --limit 3 --config", "--config requires an argument"),
     ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
     ("certify --threat-space native --patch 29px", "^patchproof: an image has 28×28 pixels: a 29×29 .*, or leave it"),
@@ -648,7 +648,7 @@ def test_a_defence_without_masks_is_estimated_certified_and_predicted_like(photo
     with pytest.raises(CheckError, match="`patchguard-smoothing` with views 28 of column 7, every 1, not 28 of colu"):
         runs.stored_defense(runs.read_run(Path("p")), classifier)
     assert certify(*common, "--masks", 6) == 2
-    assert_one_line(capsys.readouterr().err, "Unknown option: --masks. It is for the defence patchcleanser, alarm.")
+    assert_one_line(capsys.readouterr().err, "Unknown option: --masks. It is for the defences patchcleanser, alarm.")
     local = [
         "--defense",
         "bagcert",

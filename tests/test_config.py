@@ -189,7 +189,7 @@ def test_a_file_may_use_dashes_and_leave_things_out(tmp_path):
         ("maks: 6", "unknown setting `maks`; did you mean `masks`"),
         ("per_axis: 6", "unknown setting `per_axis`"),
         ("zzzzzz: 6", "unknown setting `zzzzzz`; known are"),
-        ("epochs: 3", "unknown setting `epochs`; it is for the command demo, train"),
+        ("epochs: 3", "unknown setting `epochs`; it is for the commands demo, train"),
         ("masks: 3\nmasks: 4", "`masks` is set more than once"),
         ("image-size: 28\nimage_size: 30", "`image_size` is set more than once"),
     ],

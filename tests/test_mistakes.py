@@ -118,6 +118,29 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
         pp.predict(Net().eval(), [IMAGES[0]])
 
 
+def test_broken_images_and_odd_calls_are_met_as_they_were(tmp_path):
+    for index, name in enumerate("ab" * 3):
+        path = tmp_path / "photos" / name / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16)).save(path)
+    (tmp_path / "photos" / "a" / "0.png").write_bytes(b"no image")
+    plan = pp.Plan(strategy="none", epochs=1, batch_size=6, learning_rate=0.01)
+    data = pp.open_dataset(str(tmp_path / "photos"))
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
+    assert pp.train(network, data, plan, skip_bad=True).classifier is network
+    for wrong in (nn.Identity(), lambda images: images):
+        with pytest.raises(pp.InputError, match=r"classifier must be an nn.Module with parameters, not"):
+            pp.train(wrong, data, plan)
+    assert not hasattr(pp.certify(build(), [(IMAGES[0], 0)]), "attacked")
+    choose = pp.masking_strategy("greedy", image_size=(16, 16), generator=torch.Generator())
+    with pytest.raises(pp.InputError, match="labels run from 0 to 7"):
+        choose(Net().eval(), IMAGES, torch.tensor([0, 7]))
+    with pytest.raises(pp.InputError, match="target must be one of predicted, label, not 'true'"):
+        pp.masking_strategy("gutout", image_size=(16, 16), generator=torch.Generator(), target="true")
+    with pytest.raises(pp.InputError, match=r"image_size must be at least one pixel each way"):
+        pp.PatchThreat.square(image_size=(-1, 64), percent=3)
+
+
 def test_a_network_that_says_neither_size_nor_classes_is_not_guessed_at(tmp_path):
     class Pooled(nn.Module):
         def __init__(self):

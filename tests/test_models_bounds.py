@@ -81,5 +81,9 @@ def test_other_layers_are_refused_by_name(layer, message):
         margin_bounds(load_classifier("small", "random"), image, image, torch.tensor([0]))
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda *values: 2 * values[-1])
+    classifier = load_classifier("cnn_ibp", "random", num_classes=2, input_size=(8, 8))
+    classifier.register_forward_hook(lambda *values: -values[-1])
+    with pytest.raises(InputError, match="cannot see what the hooks of a ImageClassifier do"):
+        margin_bounds(classifier, image, image, torch.tensor([0]))
     with pytest.raises(InputError, match="cannot see what the hooks of a ReLU do"):
         margin_bounds(nn.Sequential(hooked, nn.Flatten(), nn.Linear(192, 2)), image, image, torch.tensor([0]))

@@ -82,7 +82,7 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
         elif not _fits(value, hint) or (Path in (hint, *get_args(hint)) and is_blank(value)):
             default = getattr(annotated, name, None) if hint is str else None
             example = f", e.g. {default!r}" if isinstance(default, str) else ""
-            raise InputError(f"{name} must be {_words(hint)}{example}, not {value!r:.60}")
+            raise InputError(f"{name} must be {_words(hint)}{example}, not {' '.join(repr(value).split()):.60}")
 
 
 def is_blank(path: Any) -> bool:

@@ -77,6 +77,8 @@ class Attack(ABC):
         """Search, check the result, and ask the target; a search cannot exchange the target or the threat."""
         target, threat, name = self.target, self.threat, type(self).__name__
         require_images(images, threat.image_size)
+        if len(generators) != len(images):
+            raise InputError(f"{len(images)} images need as many generators, not {len(generators)}")
         found = self.search(images.clone(), labels.clone(), generators)
         if not isinstance(found, Patched):
             raise CheckError(f"{name}.search must return attacks.Patched(…), not {type(found).__name__}")

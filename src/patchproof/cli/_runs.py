@@ -345,12 +345,18 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
     kind = with_defense(CertifySettings, recipe.defense)
     shared = {f.name for f in fields(kind)} & {f.name for f in fields(settings)}
     common = chosen(settings, *(shared - {"batch_size", "compile", "precision", "model", "mirror", "split", "config"}))
+    different = [
+        name
+        for name in ("model", "weights", "dataset", "strategy")
+        if recipe.training.get(name) not in (None, getattr(settings, name))
+    ]
+    tested = settings.dataset if (Path(settings.dataset) / "train").is_dir() else settings.validation
     for expected in recipe.expectations:
         masks = "" if expected.masks is None else f"-{expected.masks}x{expected.masks}"
         output = folder / f"certify-{expected.patch}{masks}"
         values = common | {
             "weights": str(folder / "checkpoint-last"),
-            "dataset": settings.validation or settings.dataset,
+            "dataset": tested or settings.dataset,
             "patch": expected.patch,
             "defense": recipe.defense,
             **recipe.options_for(expected),
@@ -360,10 +366,12 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
         bar = RunBar(Console(stderr=True), "certify")
         results = certified(kind(**values), bar, runs.InProcess())  # the other processes have left
         if settings.json:
-            paper = None if expected.certified is None else asdict(expected)
+            paper = None if expected.certified is None or different else asdict(expected)
             print_json({"folder": str(results.folder), "paper": paper, **results.content})
             continue
         show_results(results, console)
-        if expected.certified is not None:
+        if expected.certified is not None and different:
+            console.plain(f"not compared with the paper, because this training has another {', '.join(different)}\n")
+        elif expected.certified is not None:
             clean = f"clean {expected.defended:.1f}%, " if expected.defended is not None else ""
             console.print(f"the paper (Table {expected.table}): {clean}certified {expected.certified:.1f}%\n")

@@ -13,7 +13,7 @@ import torch
 
 from patchproof.cli._process import STOP
 from patchproof.cli._settings import BenchSettings, CertifySettings, DataSettings, ModelSettings, chosen, part
-from patchproof.data import ImageSource, open_dataset
+from patchproof.data import ImageSource, open_dataset, require_workers
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
@@ -77,6 +77,7 @@ def open_classifier(settings: ModelSettings, class_names: Sequence[str] | None =
 
 
 def open_source(settings: DataSettings) -> ImageSource:
+    require_workers(settings.workers)
     source = open_dataset(settings.dataset, **chosen(settings, "data_dir", "split", "download"))
     LOGGER.debug(f"{len(source):,} images of {len(source.class_names)} classes: {source.name}, split {source.split}")
     return source

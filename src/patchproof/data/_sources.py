@@ -157,11 +157,11 @@ def _images(root: Path, class_name: str) -> Iterator[str]:
             continue
         seen.add(real)
         for entry in _visible(root / inside):
-            link = entry.is_symlink()
-            # A DirEntry raises an error on a loop of links, a Path does not.
-            if (Path(entry.path) if link else entry).is_dir():
+            path = Path(entry.path)  # a DirEntry raises an error on a loop of links, a Path does not
+            if path.is_dir():
                 pending.append(f"{inside}/{entry.name}")
-            elif (link or entry.is_file()) and entry.name.lower().endswith(EXTENSIONS):
+            # A link to nothing is listed, and is a bad image later; pipes and devices are not read.
+            elif (path.is_file() or not path.exists()) and entry.name.lower().endswith(EXTENSIONS):
                 yield f"{inside}/{entry.name}"
 
 

@@ -73,6 +73,8 @@ def square_side(percent: float, image_size: Size) -> int:
         raise InputError(f"percent must be a number, e.g. 3, not {percent!r}")
     if not 0 < percent <= 100:
         raise InputError(f"a patch covers more than 0 and at most 100 percent of the image, not {percent:g}")
+    if min(image_size) < 1:
+        raise InputError(f"image_size must be at least one pixel each way, not {size_words(image_size)}")
     area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100
     side = isqrt(area.numerator // area.denominator)
     if side * side < area:

@@ -20,6 +20,7 @@ from patchproof.masking._arithmetic import network
 from patchproof.masking._evaluator import Copies, Evaluator
 from patchproof.masking._images import require_images
 from patchproof.masking._labels import Measured, label_margin, top_two
+from patchproof.masking._memory import out_of_memory
 from patchproof.settings import Engine
 from patchproof.types import CheckError, Classifier, InputError, Precision, PrecisionChoice
 
@@ -161,6 +162,11 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
             raise
         network(evaluator.classifier)(images[:1], keep[:1])  # raises an error that is the classifier's own
         raise CheckError(f"torch.compile cannot compile this classifier ({error}); use compile=False") from error
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        shape, words = tuple(images.shape[1:]), " ".join(str(error).split()[:30])
+        raise CheckError(f"not even one image of {shape} fits into memory: {words}") from error
     classes = int(logits.shape[1])
     if classes == 1:
         raise CheckError("the classifier has one output z: give two logits, e.g. torch.cat([-z, z], 1)")

@@ -80,11 +80,11 @@ def margin_bounds(
 
 def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a sequential network in order; a layer that bounds cannot pass is refused by name."""
+    if network._forward_hooks or network._forward_pre_hooks:
+        raise InputError(f"interval bounds cannot see what the hooks of a {type(network).__name__} do; remove them")
     if type(network) is ImageClassifier:
         yield Normalisation(network)
         yield from passable_layers(network.module)
-    elif network._forward_hooks or network._forward_pre_hooks:
-        raise InputError(f"interval bounds cannot see what the hooks of a {type(network).__name__} do; remove them")
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
         for part in network:
             yield from passable_layers(part)

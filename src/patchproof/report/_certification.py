@@ -239,7 +239,7 @@ def margins_of(run: StoredCertification) -> Section:
             row[head] = float(np.percentile(values, q)) if values else None
         rows.append(row)
     about = [TWO_MASK_MARGIN if run.defense == "patchcleanser" else MARGIN]
-    if not run.exhaustive:
+    if run.defense == "patchcleanser" and not run.exhaustive:
         about.append(EARLY)
     unknown, n = sum(record.margin is None for record in run.good), len(run.good)
     notes = [f"{unknown:,} images have no margin, because it is not a finite number."] if unknown else []

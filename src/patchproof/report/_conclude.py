@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from patchproof.geometry import PatchThreat, covering_masks, size_words
+from patchproof.geometry import PatchThreat, covering_masks, patch_words, size_words
 from patchproof.recipes import needs_training
 from patchproof.report._counts import (
     FEW,
@@ -56,12 +56,12 @@ class Conclusion:
 
 def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     """Claims that no certificate of these runs makes."""
-    sizes = sorted({size_words(*run.patch_sizes) for run in runs if run.patch_sizes})
+    sizes = sorted({claimed_size(run) for run in runs if run.patch_sizes})
     native, counts = {run.native for run in runs}, {run.patches for run in runs}
     where = "on the original image, before resizing" if native == {True} else "at the network's input, after resizing"
     if len(native) > 1:
         where = "at the network's input or on the original image, as each run says"
-    size = f"{', '.join(sizes)} pixels" if sizes else "the stated size"
+    size = ", ".join(sizes) or "the stated size"
     if len(sizes) > 1:
         size = f"the sizes that their run states, of {size}"
     more = "more patches at once than a run says"
@@ -78,6 +78,11 @@ def excluded(runs: Sequence[StoredCertification]) -> list[str]:
     if any(run.guarantee == "detection" for run in runs):
         found.append("Availability (detection): an attacker can cause alarms at will, and clean images may cause some.")
     return found
+
+
+def claimed_size(run: StoredCertification) -> str:
+    """The patch that the certificates are about: as it was asked for on the original image, or at the input."""
+    return patch_words(str(run.config["patch"])) if run.native else f"{size_words(*run.patch_sizes)} pixels"
 
 
 def mask_name(run: StoredCertification, number: int) -> str:
@@ -175,7 +180,7 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
         unfit = needs_training(run.defense, alone.rate, run.rates["defended"].rate)
         if unfit is not None:
             steps.append(f"{unfit}.")
-        elif len(failed) > wrong:
+        elif len(failed) > wrong and run.masks is not None:  # how another defence is trained for, only its author knows
             steps += [*more_masks(run, others), better_training(one, others)]
     if failed and 3 * wrong >= len(failed):
         which = f"{wrong:,} of {len(failed):,} images without a certificate"
@@ -190,6 +195,7 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
         named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak[:NAMED])
         more = f" and {len(weak) - NAMED} more" if len(weak) > NAMED else ""
         verdict.append(f"Clearly below the average of {percent(rate.rate)}: {named}{more}.")
+    if weak and run.masks is not None:  # the explorer shows tables of masks
         lowest = weak[0][0]
         deciding = list(mask_shares(run, [record for record in failed if record.label == lowest]))[:2]
         masks = " and ".join(mask_name(run, number) for number in deciding)

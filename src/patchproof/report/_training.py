@@ -41,6 +41,7 @@ MOST_PASSES = 100
 WORST = (
     "Each row is one masked copy that a strategy would train on, chosen with the weights at the end of its training."
 )
+SEARCHED_FIRST = "Extra passes of memory: for an image searched before; the first search takes as many as greedy's, 25."
 VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
 
@@ -64,7 +65,8 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
         }
         for run in runs
     ]
-    table = Table.of("training", "Training", rows, [VALIDATED]).concise()
+    notes = [VALIDATED, SEARCHED_FIRST] if any(run.strategy == "memory" for run in runs) else [VALIDATED]
+    table = Table.of("training", "Training", rows, notes).concise()
     names = [run.name if run.strategy in run.name else f"{run.name} ({run.strategy})" for run in runs]
     named = [(shortened_name(name, 40), run) for name, run in zip(names, runs, strict=True)]
     pictures = [*loss_picture(named), *validation_pictures(named)]

@@ -50,11 +50,12 @@ def training_images(
     folder = Path(dataset)
     if not (split or validation) and folder.is_dir() and not (folder / "train").is_dir():
         raise InputError(f"{folder} has no folder `train`; if it holds the classes itself, {OTHERS}")
-    source = opened(split or (None if validation else "train"))
-    if validation:
-        held_out = tested = open_dataset(validation)
-    else:
-        held_out, tested = opened("val"), opened(None)
+    divided = not folder.is_dir() or (folder / "train").is_dir()  # into splits
+    source = opened(split or ("train" if divided else None))
+    held_out = open_dataset(validation) if validation else opened("val")
+    tested = opened(None) if divided else held_out
+    if not split and tested.split == source.split:  # there are no images to test on but those that choose
+        tested = held_out
     here, there = (getattr(images, "root", None) for images in (source, held_out))
     if here is None or there is None:
         same = (source.name, source.split) == (held_out.name, held_out.split)

@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -218,7 +219,10 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     drawn = manifest.get("masks")
     masks = drawn and MaskSet(whole_size(drawn["image_size"]), tuple(map(_mask, drawn["rects"])))
     size: Any = defense.get("image_size") or (masks and masks.image_size)
-    planned, available = map(int, identity["images"].split(" of "))
+    images = re.fullmatch(r"(\d{1,12}) of (\d{1,12})", identity["images"])
+    if images is None:
+        raise ValueError(f"images: {identity['images']!r}")
+    planned, available = map(int, images.groups())
     guarantee = manifest.get("guarantee") or defense["guarantee"]
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
     read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
@@ -226,7 +230,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     for record in read:
         first.setdefault(record.index, record)  # a repeated image counts once
     results = read_results(folder)
-    fill = model.get("fill") or model.get("mean")
+    fill, tau = model.get("fill") or model.get("mean"), (manifest.get("tau") or {}).get("fp32")
     how: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in (identity.get("preprocessing") or {}).items()
     }
@@ -249,18 +253,18 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         guarantee=guarantee,
         image_size=None if size is None else whole_size(size),
         patch_sizes=tuple(map(whole_size, defense.get("patch_sizes") or ())),
-        patches=defense.get("patches", 1),
+        patches=2 if defense.get("patches") == 2 else 1,
         native=config.get("threat_space") == "native",
         masks=masks,
         preprocessing=Preprocessing(**how) if how else None,
         fill=None if fill is None else tuple(map(float, fill)),
         planned=planned,
         available=available,
-        data_sha256=identity.get("data_sha256"),
-        weights_sha256=identity.get("weights_sha256"),
+        data_sha256=_text(identity.get("data_sha256")),
+        weights_sha256=_text(identity.get("weights_sha256")),
         precision=printable(manifest.get("precision") or "fp32"),
         device=printable(manifest["device"]),
-        tau=(manifest.get("tau") or {}).get("fp32"),
+        tau=None if tau is None else float(tau),
         exhaustive=defense.get("exhaustive") is True,
     )
     return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(first))))

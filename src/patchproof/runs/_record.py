@@ -222,12 +222,17 @@ class Results:
     @property
     def attacked(self) -> Rate:
         """Accuracy of the defence under `pp.attack`, an upper bound on its robust accuracy."""
-        return self.rates["attacked"]
+        return self._under_attack("attacked")
 
     @property
     def undefended_attacked(self) -> Rate:
         """Accuracy of the classifier alone under `pp.attack`."""
-        return self.rates["undefended_attacked"]
+        return self._under_attack("undefended_attacked")
+
+    def _under_attack(self, name: str) -> Rate:
+        if name not in self.rates:
+            raise AttributeError(f"these results have no `{name}`: nothing was attacked; use pp.attack")
+        return self.rates[name]
 
     @property
     def broken(self) -> tuple[Record, ...]:

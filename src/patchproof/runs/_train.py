@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from patchproof.data import ImageSource, as_source, iterate_batches, require_workers, spread_indices
+from patchproof.data import BadImageError, ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches, size_words
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
@@ -94,6 +94,8 @@ def train(
     from patchproof.training.checkpoint import load_training
     from patchproof.training.gradcam import named_layer
 
+    if not isinstance(classifier, nn.Module) or not any(True for _ in classifier.parameters()):
+        raise InputError(f"classifier must be an nn.Module with parameters, not {type(classifier).__name__}")
     require_kinds(train, vars(loop) | locals())  # `loop` has the types of the callbacks
     require_workers(workers)
     if not any(parameter.requires_grad for parameter in classifier.parameters()):
@@ -107,7 +109,7 @@ def train(
         require_free(path, resume=resume)
     place = RunFolder(path) if path is not None and accelerator.is_main_process else None  # only this process writes
     source = as_source(data)
-    network = _as_image_classifier(classifier, source)
+    network = _as_image_classifier(classifier, source, skip_bad=skip_bad)
     if len(source.class_names) == 1:
         raise InputError(f"the training images have one class, {source.class_names[0]!r}; two are needed at least")
     if plan.gutout_layer is not None:
@@ -237,9 +239,8 @@ class Progress:
             if best is epoch:  # of equal epochs, the first stays
                 notes["best"] = epoch
                 if self.path is not None:
-                    seen = {"trained_on": self.images["train"]}
-                    if self.trainer.plan.epochs > 1:  # a single epoch leaves no choice
-                        seen["selected_on"] = self.images["validation"]
+                    # Also of a first epoch alone: the training can go on, and choose among more.
+                    seen = {"trained_on": self.images["train"], "selected_on": self.images["validation"]}
                     save_checkpoint(self.shipped, self.path / "checkpoint-best", extra=epoch | seen)
             self.log("epoch", epoch)
         self.save()
@@ -359,13 +360,18 @@ def cut_log(path: Path, step: int) -> None:
         write_atomically(path, "".join(kept))
 
 
-def _as_image_classifier(classifier: nn.Module, source: ImageSource) -> ImageClassifier:
+def _as_image_classifier(classifier: nn.Module, source: ImageSource, *, skip_bad: bool) -> ImageClassifier:
     """Return the classifier, or wrap another module; its input size is its own, or else that of the images."""
     if isinstance(classifier, ImageClassifier):
         return classifier
     if not len(source):
         raise InputError("there are no images to train on")
-    some: list[Any] = [source.load(index) for index in spread_indices(source, SIZES_COMPARED)]
+    some: list[Any] = []
+    for index in spread_indices(source, SIZES_COMPARED):
+        with suppress(BadImageError) if skip_bad else nullcontext():
+            some.append(source.load(index))
+    if not some:
+        raise InputError(f"none of the {min(len(source), SIZES_COMPARED)} images looked at can be read")
     sizes = {(image.shape[-2], image.shape[-1]) if isinstance(image, Tensor) else image.size[::-1] for image in some}
     size: Size | None = getattr(classifier, "input_size", None)
     if size is None and len(sizes) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -59,12 +60,17 @@ class Search:
             copies = Copies(rows, first[rows, columns], second[rows, columns])
 
         def cross_entropy(logits: Tensor, part: Tensor | slice) -> Tensor:
+            require_classes(self.label_range, int(logits.shape[1]))
             return functional.cross_entropy(logits, self.labels[copies.image[part]], reduction="none")
 
         found = self.evaluator.evaluate(self.images, keep, copies, cross_entropy)
         if where is None:
             return found.view_as(first)
         return found.new_full(first.shape, -torch.inf).index_put((rows, columns), found)
+
+    @cached_property
+    def label_range(self) -> tuple[int, int] | None:
+        return label_range(self.labels)
 
     def every(self, count: int) -> Masks:
         """0, …, count − 1 for each image."""
@@ -173,6 +179,10 @@ class Gutout(BuiltIn):
     target: GutoutTarget = "predicted"
     layer: str | None = None
     upsampling: Upsampling = "bilinear"
+
+    def __post_init__(self) -> None:
+        own = {"target": self.target, "layer": self.layer, "upsampling": self.upsampling}
+        require_kinds(Gutout, own)
 
     @property
     def forwards(self) -> int:
