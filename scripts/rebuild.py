@@ -53,8 +53,9 @@ STRONGER = (
 AGAIN = {
     "fashion-memory": "test images, any 5×5 patch. The recipes fashion-small-greedy and fashion-small-memory; share: "
     "the latter with 0.15 of its start.",
-    "cifar10-memory": "test images, any 5×5 patch; 20,000 training images, the network of make demo. greedy: 3 epochs. "
-    "memory: 7, tries 2,2,2,1, averaged weights (0.99). refresh: 6, all masks looked at in two of them.",
+    "cifar10-memory": "test images, any 5×5 patch; 20,000 training images, the network of make demo. greedy: 3 epochs; "
+    "greedy-averaged: with averaged weights (0.99), as all that follow. memory: 7, tries 2,2,2,1. children: 5, tries "
+    "2,4,2,4. children-half: 2.",
 }
 IN_TABLE_1 = ("cutout", "rand", "greedy")
 """What the paper has for every patch."""
