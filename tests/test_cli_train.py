@@ -23,6 +23,7 @@ from faults import Fault
 from patchproof.cli import run
 from patchproof.models import load_checkpoint
 from patchproof.report import build_report
+from patchproof.runs import has_splits
 from patchproof.training.search import Memory
 from test_cli import assert_one_line, content
 
@@ -256,6 +257,7 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
         "learns from pets, split train; the best epoch is chosen on flat, split all; pets, split test is left to test"
     )
     assert said in capsys.readouterr().err
+    assert [has_splits(str(place)) for place in (data, flat, "imagenette")] == [True, False, True]
     two = two_classes(tmp_path / "two", {"train": 14, "val": 5})
     assert train(two, "--output", "s", "--epochs", "1") == 0
     assert "these are also the images that certify tests" in capsys.readouterr().err

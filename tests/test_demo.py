@@ -48,5 +48,7 @@ def test_a_short_demo_leaves_what_it_promises(tmp_path, monkeypatch, capsys):
     assert [(line["strategy"], line["masks"], line["certified"]["n"]) for line in shown] == [
         (strategy, masks, 2) for strategy in ("cutout", "greedy") for masks in (3, 6)
     ]
+    assert run(["demo", "--images", "1001"]) == 2
+    assert "--images must be at most 1000" in capsys.readouterr().err
     assert run(["demo", "--output", "runs/demo"]) == 2
     assert "exists already; choose another --output" in capsys.readouterr().err

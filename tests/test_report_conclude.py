@@ -318,6 +318,15 @@ def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
         assert not any(text.startswith(("Train with", "Look at")) for text in steps), "masks are not its matter"
 
 
+def test_of_a_native_patch_the_guarantee_names_what_was_asked_for_not_its_footprint(tmp_path):
+    content = manifest(count=9, **{"config.threat_space": "native", "config.patch": "2px"})
+    run = read_run(write_run(tmp_path / "n", content, failing(9)))
+    first = conclude_one(TracedRun(run, run.name, None)).excludes[0]
+    assert first.startswith(
+        "Patches of any shape that do not fit into 2×2 pixels (on the original image, before resizing)"
+    )
+
+
 def test_trainings_end_in_a_verdict_too(tmp_path):
     found = build_report([write_training(tmp_path / "t")]).conclusion
     assert "epoch 2 of 2 is the best, 40.0% certified" in found.verdict[0]

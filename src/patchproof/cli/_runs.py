@@ -350,13 +350,13 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
         for name in ("model", "weights", "dataset", "strategy")
         if recipe.training.get(name) not in (None, getattr(settings, name))
     ]
-    tested = settings.dataset if (Path(settings.dataset) / "train").is_dir() else settings.validation
+    tested = settings.dataset if runs.has_splits(settings.dataset) else settings.validation
     for expected in recipe.expectations:
         masks = "" if expected.masks is None else f"-{expected.masks}x{expected.masks}"
         output = folder / f"certify-{expected.patch}{masks}"
         values = common | {
             "weights": str(folder / "checkpoint-last"),
-            "dataset": tested or settings.dataset,
+            "dataset": tested,
             "patch": expected.patch,
             "defense": recipe.defense,
             **recipe.options_for(expected),

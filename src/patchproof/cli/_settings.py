@@ -338,6 +338,6 @@ def owners(name: str) -> str | None:
         return ", ".join(n for n, kind in kinds.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)})
 
     if defenses := having(DEFENSE_OPTIONS):
-        return f"the defence{'s' * (', ' in defenses)} {defenses}"
+        return f"the {'defences' if ',' in defenses else 'defence'} {defenses}"
     commands = having(SETTINGS)
-    return f"the command{'s' * (', ' in commands)} {commands}" if commands else None
+    return f"the {'commands' if ',' in commands else 'command'} {commands}" if commands else None

@@ -9,6 +9,7 @@ from typing import Any
 from patchproof.cli._runs import certified, trained
 from patchproof.cli._settings import CertifySettings, DemoSettings, TrainSettings, with_defense
 from patchproof.cli._show import Console, RunBar, interval_text, new_table, percent, print_json
+from patchproof.data import open_dataset
 from patchproof.recipes import find_recipe
 from patchproof.types import InputError
 
@@ -27,8 +28,11 @@ def demo(settings: DemoSettings) -> int:
     folder = settings.output or next(Path("runs") / name for name in names if not (Path("runs") / name).exists())
     if settings.epochs < 1 or settings.images < 1:
         raise InputError(f"--epochs and --images must be at least 1, not {settings.epochs} and {settings.images}")
-    if settings.images > 1000:
-        raise InputError(f"--images must be at most 1000, as many as there are to test on, not {settings.images}")
+    available = len(open_dataset("fashion-mini", split="test"))
+    if settings.images > available:
+        raise InputError(
+            f"--images must be at most {available}, as many as there are to test on, not {settings.images}"
+        )
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another --output")
     console.print("[bold]1. Start:[/] a small network learns 5,000 Fashion-MNIST images as they are")

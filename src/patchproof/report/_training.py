@@ -41,7 +41,7 @@ MOST_PASSES = 100
 WORST = (
     "Each row is one masked copy that a strategy would train on, chosen with the weights at the end of its training."
 )
-SEARCHED_FIRST = "Extra passes of memory: for an image searched before; the first search takes as many as greedy's, 25."
+SEARCHED_FIRST = "Extra passes of memory: for an image searched before; the first search takes as many as greedy's."
 VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
 

@@ -15,6 +15,7 @@ from patchproof.runs._folder import write_atomically as write_atomically
 from patchproof.runs._footprint import footprint_threat as footprint_threat
 from patchproof.runs._footprint import with_shared_tau as with_shared_tau
 from patchproof.runs._images import TrainingImages as TrainingImages
+from patchproof.runs._images import has_splits as has_splits
 from patchproof.runs._images import training_images as training_images
 from patchproof.runs._manifest import device_name as device_name
 from patchproof.runs._manifest import network_remarks as network_remarks

@@ -32,6 +32,11 @@ class TrainingImages(NamedTuple):
         return words + f"{test} is left to test"
 
 
+def has_splits(dataset: str) -> bool:
+    """True for a named data set, and for a folder with a folder `train`; False for one that holds the classes itself."""
+    return not Path(dataset).is_dir() or (Path(dataset) / "train").is_dir()
+
+
 def training_images(
     dataset: str,
     *,
@@ -47,10 +52,9 @@ def training_images(
         logging.getLogger("patchproof").debug(f"{len(source):,} images: {source.name}, split {source.split}")
         return source
 
-    folder = Path(dataset)
-    if not (split or validation) and folder.is_dir() and not (folder / "train").is_dir():
-        raise InputError(f"{folder} has no folder `train`; if it holds the classes itself, {OTHERS}")
-    divided = not folder.is_dir() or (folder / "train").is_dir()  # into splits
+    divided = has_splits(dataset)
+    if not (split or validation or divided):
+        raise InputError(f"{dataset} has no folder `train`; if it holds the classes itself, {OTHERS}")
     source = opened(split or ("train" if divided else None))
     held_out = open_dataset(validation) if validation else opened("val")
     tested = opened(None) if divided else held_out
