@@ -33,7 +33,7 @@ class TrainingImages(NamedTuple):
 
 
 def has_splits(dataset: str) -> bool:
-    """True for a named data set, and for a folder with a folder `train`; False for one that holds the classes itself."""
+    """True for a named data set and for a folder that has a folder `train`; False for one that holds the classes."""
     return not Path(dataset).is_dir() or (Path(dataset) / "train").is_dir()
 
 
