@@ -512,6 +512,11 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     write_run(tmp_path / "runs" / "one", manifest(count=3), random_records(3))
     assert command(["report", "runs"]) == 2
     assert "it has 1 run inside, e.g. runs/one" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "home" / "work" / "deep").mkdir(parents=True)
+    (tmp_path / "runs").rename(tmp_path / "home" / "work" / "deep" / "runs")
+    assert command(["report", "home"]) == 2
+    assert "inside" not in capsys.readouterr().err, "a whole home folder is not searched"
+    (tmp_path / "home" / "work" / "deep" / "runs").rename(tmp_path / "runs")
     assert command(["report", "runs/one", "--baseline", "elsewhere"]) == 2
     assert "--baseline needs several certifications to compare, and there is one" in capsys.readouterr().err
     assert command(["report"]) == 2

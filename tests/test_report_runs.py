@@ -209,6 +209,14 @@ def test_a_run_is_traced_to_the_training_that_made_its_weights(real, tmp_path):
     assert lineages([lost], trained) == [("greedy", "greedy", 25, None)]
 
 
+def test_the_search_for_a_training_lists_no_parent_of_the_run(tmp_path, monkeypatch):
+    """A parent may be a home folder, or the root of the file system."""
+    run = write_run(tmp_path / "r", manifest(count=3, **{"config.weights": "zoo"}), random_records(3))
+    monkeypatch.setattr(Path, "glob", None)
+    monkeypatch.setattr(Path, "iterdir", None)
+    assert trace([read_run(run)], [])[0].strategy is None
+
+
 def test_weights_that_changed_since_are_doubted_and_never_another_strategys(real, tmp_path):
     shutil.copytree(real, tmp_path / "t")
     run, checkpoint = read_run(tmp_path / "t" / "cutout" / "certify-2"), tmp_path / "t" / "cutout" / "checkpoint-last"

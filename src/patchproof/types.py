@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -234,7 +235,8 @@ def require_run(folder: Path | str) -> None:
     if not folder.is_dir():
         raise InputError(f"no such folder: {folder}")
     message = f"{folder} is not the folder of a run: it has no manifest.json"
-    if runs := sorted(path.parent for path in folder.glob("**/manifest.json")):
+    found = chain(folder.glob("*/manifest.json"), folder.glob("*/*/manifest.json"))  # the folder may be a home
+    if runs := sorted(path.parent for path in found):
         message += f"; it has {len(runs):,} {'run' if len(runs) == 1 else 'runs'} inside, e.g. {runs[0]}"
     raise InputError(message)
 

@@ -115,6 +115,8 @@ def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTrainin
 
 def training_around(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
     """The training that wrote a checkpoint, and the sha256 of its weights, from its results if the weights are gone."""
+    if not (checkpoint.parent / "manifest.json").is_file():  # most candidates: any parent of a run may be asked about
+        return None, None
     with suppress(PatchproofError, OSError):
         training = read_run(checkpoint.parent)
         if isinstance(training, StoredTraining):
