@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import patchproof as pp
 from patchproof.data import spread_indices
+from patchproof.runs.executors import InProcess
 from patchproof.settings import DEFENSE_OPTIONS
 
 
@@ -110,6 +111,8 @@ def test_tensors_for_runs_are_refused_or_answered_one_by_one():
             pp.certify(build(), [(IMAGES[0], 0)], workers=workers)
         with pytest.raises(pp.InputError, match=f"workers must be {words}, not {workers}"):
             pp.train(Net(), [(IMAGES[0], 0)], workers=workers)
+    (empty,) = pp.predict(build(), [Image.new("RGB", (0, 0))])
+    assert empty.reason == "it has no pixels"
     (folder,) = pp.predict(build(), [str(Path(__file__).parent)])
     assert folder.reason.startswith("it is a folder; give the image files in it")
     with pytest.raises(pp.InputError, match=r"not str; for one image, \[image\]"):
@@ -220,6 +223,14 @@ def test_constructors_name_the_parameter():
             lambda: pp.certify(build(), [(IMAGES[0], 0)], executor="ray"),
             "executor must be a patchproof.runs.executors.",
         ),
+        (
+            lambda: pp.certify(build(), [(IMAGES[0], 0)], executor=InProcess),
+            "executor must be a patchproof.runs.executors.",
+        ),
+        (lambda: pp.Ensemble([Net(), Net]), "members must be a list of at least one classifier"),
+        (lambda: pp.train(Net(input_size=16), [(IMAGES[0], 0)]), "classifier.input_size must be .* not 16"),
+        (lambda: pp.load_checkpoint("a\0b"), "folder must be a path, not"),
+        (lambda: pp.certify(build(), [(IMAGES[0], 0)], config={"mine": {1}}), "config must be JSON, with finite"),
         (lambda: pp.certify(build(), [(IMAGES[0] - 1, 0)]), "expected 0 to 1; leave normalisation to the classifier"),
         (lambda: pp.predict(build(), IMAGES[0]), r"not one image \(c h w\); for one image, \[image\]"),
         (
@@ -291,7 +302,8 @@ def test_a_wrong_argument_of_a_run_is_refused_before_an_image_is_read(verb, tmp_
     wrong |= dict.fromkeys(callbacks.get(verb, ("on_start", "on_record")), (3, "a function"))
     if verb != "predict":
         wrong |= {"folder": (3, "a path"), "resume": (True, "folder=…")}
-        for blank in ("", " ", Path(" ")):  # neither the current one nor one that nobody sees
+        wrong |= {"config": (3, "a mapping")}
+        for blank in ("", " ", Path(" "), "a\0b"):  # neither the current one nor one that nobody sees
             with pytest.raises(pp.InputError, match=r"folder must be a path .*, not "):
                 CALLS[verb](folder=blank)
         (tmp_path / "mine").touch()

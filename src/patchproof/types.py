@@ -71,9 +71,9 @@ KINDS: Mapping[Any, tuple[Any, str]] = {
 def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
     """Refuse values that the annotations of a function or class rule out.
 
-    Checked are plain types and classes, callables, literals, tuples of fixed length (as any sequence) and unions. A
-    blank path is refused: it would mean the current folder, or a folder that nobody sees. Types that a function
-    imports when it is called are looked up in `values`.
+    Checked are plain types and classes, callables, mappings, literals, tuples of fixed length (as any sequence) and
+    unions. A blank path is refused: it would mean the current folder, or a folder that nobody sees. Types that a
+    function imports when it is called are looked up in `values`.
     """
     hints = get_type_hints(annotated, localns=dict(values))
     for name, value in values.items():
@@ -87,8 +87,8 @@ def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
 
 
 def is_blank(path: Any) -> bool:
-    """True for a path without a visible character."""
-    return isinstance(path, str | Path) and not str(path).strip()
+    """True for a path that names nothing: without a visible character, or with a NUL character."""
+    return isinstance(path, str | Path) and (not str(path).strip() or "\0" in str(path))
 
 
 def typed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -119,10 +119,12 @@ def _fits(value: Any, hint: Any) -> bool:
         return len(items) == len(parts) and all(map(_fits, items, parts))
     if origin is Literal:
         return value in parts
-    if origin is Callable:
-        return callable(value)
+    if origin in (Callable, Mapping):
+        return isinstance(value, origin)
     if origin is not None or hint is Any or not isinstance(hint, type):
         return True
+    if getattr(hint, "_is_protocol", False) and isinstance(value, type):  # a class has the members of its instances
+        return False
     return isinstance(value, KINDS.get(hint, (hint,))[0]) and (hint is bool or not isinstance(value, bool))
 
 
@@ -133,8 +135,8 @@ def _words(hint: Any) -> str:
         return " or ".join(f"`{word}`" for word in parts)
     if origin is tuple:
         return "(height, width) in whole numbers" if hint == Size else f"({', '.join(map(_words, parts))})"
-    if origin is Callable:
-        return "a function"
+    if origin in (Callable, Mapping):
+        return "a function" if origin is Callable else "a mapping"
     if parts:
         return " or ".join(map(_words, parts))
     if hint in KINDS:
@@ -209,11 +211,13 @@ def require_free(folder: Path | None, *, resume: bool) -> None:
         if resume:
             raise InputError("resume=True continues the run in a folder; give folder=… too")
         return
+    if is_blank(folder):
+        raise InputError(f"folder must be a path, not {str(folder)!r}")
     try:
         there = next((place for place in (folder, *folder.parents) if place.exists()), None)
         held = {entry.name for entry in folder.iterdir()} - LEFTOVERS if folder.is_dir() else set()
-    except (OSError, ValueError) as error:  # ValueError: a NUL character
-        raise InputError(f"cannot create the folder {str(folder)!r}: {getattr(error, 'strerror', error)}") from error
+    except OSError as error:
+        raise InputError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
     if there is not None and not there.is_dir():
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
     if held and "manifest.json" not in held:

@@ -43,6 +43,8 @@ def preprocess(
             )
         return image
     native = image.height, image.width
+    if 0 in native:
+        raise InputError("it has no pixels")
     place = placement(preprocessing, native)
     size = place.resized
     # A sliver such as 1×60000 stays within any file limit but has billions of pixels once its short side is 256.

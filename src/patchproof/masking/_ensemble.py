@@ -27,7 +27,8 @@ class Ensemble(nn.Module):
 
     def __init__(self, members: Sequence[Classifier]) -> None:
         super().__init__()
-        if not isinstance(members, Sequence) or not members or not all(map(callable, members)):
+        fit = isinstance(members, Sequence) and all(callable(one) and not isinstance(one, type) for one in members)
+        if not fit or not members:
             raise InputError(
                 "members must be a list of at least one classifier, e.g. pp.Ensemble([first, second]), not "
                 f"{members!r:.40}"

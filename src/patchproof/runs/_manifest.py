@@ -43,8 +43,8 @@ def new_manifest(
     return {
         "schema": SCHEMA,
         "command": command,
-        "config": dict(config or {}),
-        "identity": plain(identity),
+        "config": plain(config or {}, "config"),
+        "identity": plain(identity, "what describe() returns"),
         **facts,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
@@ -53,12 +53,12 @@ def new_manifest(
     }
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, name: str) -> Any:
     """Return the value after a round trip through JSON: lists for tuples, keys as text."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise InputError(f"what describe() returns must be JSON, with finite numbers: {error}") from error
+        raise InputError(f"{name} must be JSON, with finite numbers: {error}") from error
 
 
 def preprocessing_facts(preprocessing: Preprocessing) -> dict[str, Any]:

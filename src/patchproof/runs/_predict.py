@@ -218,7 +218,7 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     options = {option: run.config[option] for option in kind.Options.__dataclass_fields__ if option in run.config}
     built = defense(run.defense, classifier, threat, engine=engine, **options)
     recorded = run.manifest["identity"]["defense"]
-    for name, value in plain(built.describe()).items():
+    for name, value in plain(built.describe(), "what describe() returns").items():
         if name not in ("precision", "compile") and recorded.get(name) != value:
             raise CheckError(
                 f"{run.folder} is about `{run.defense}` with {name} {recorded.get(name)}, not {value}; a run made from "

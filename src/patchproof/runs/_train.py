@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from patchproof.data import BadImageError, ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
-from patchproof.geometry import PatchThreat, parse_patches, size_words
+from patchproof.geometry import PatchThreat, parse_patches, size_words, whole_size
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
 from patchproof.models import ImageClassifier, adopt, classifier_summary, save_checkpoint, settled, weights_sha256
 from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
@@ -35,7 +35,7 @@ from patchproof.runs._measure import output_count
 from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import CheckError, InputError, Preprocessing, Size, require_free, require_kinds
+from patchproof.types import CheckError, InputError, Preprocessing, require_free, require_kinds
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -373,7 +373,8 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource, *, skip_bad
     if not some:
         raise InputError(f"none of the {min(len(source), SIZES_COMPARED)} images looked at can be read")
     sizes = {(image.shape[-2], image.shape[-1]) if isinstance(image, Tensor) else image.size[::-1] for image in some}
-    size: Size | None = getattr(classifier, "input_size", None)
+    own = getattr(classifier, "input_size", None)
+    size = None if own is None else whole_size(own, "classifier.input_size")
     if size is None and len(sizes) > 1:
         raise InputError(
             f"the images differ in size, e.g. {size_words(*sorted(sizes)[:2])} pixels, and the classifier does not say "
