@@ -227,9 +227,11 @@ def test_the_exact_certificate_falls_without_the_views_that_wrap_around(monkeypa
     assert set(defense.predict(patched(len(attacks))).tolist()) != {0}
 
 
-@pytest.mark.parametrize("name", ["clipped-bagnet", "patchguard-bagnet", "bagcert"])
+@pytest.mark.parametrize("name", ["clipped-bagnet", "patchguard-bagnet", "bagcert", "sigmoid"])
 def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_answer(name, monkeypatch):
-    extremes = [(-400.0,) * 3, (400.0, -400.0, -400.0), (-400.0, 400.0, -400.0), (-400.0, -400.0, 400.0)]
+    """A patch may also make logits infinite, or NaN."""
+    extremes = [(-400.0,) * 3, (torch.nan,) * 3, (400.0, -400.0, -400.0), (-400.0, torch.inf, -torch.inf)]
+    extremes += [(-400.0, 400.0, -400.0), (-400.0, -400.0, 400.0)]
     attacks = clean_and_attacks(len(extremes), lambda answers, i: extremes[answers[i % 3]])
     cells, results = SIZE[1] + 1, []
     touches = windows_of(lambda i, p: {i - 1, i} & set(range(p.left, p.right)), cells)
@@ -238,11 +240,12 @@ def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_ans
         lean = torch.nn.functional.one_hot(torch.randint(CLASSES, (1,), generator=generator), CLASSES)
         leaning = 4 * (torch.rand(cells, generator=generator) < 0.9)
         clean = torch.randint(-8, 8, (cells, CLASSES), generator=generator) / 4 + 0.125 + lean * leaning[:, None]
-        clean = 20 * clean if name == "clipped-bagnet" else clean - float(name == "bagcert")
+        clean = 20 * clean if name == "clipped-bagnet" else clean - float(name in ("bagcert", "sigmoid"))
         local: dict[str, Any] = {
             "clipped-bagnet": (lambda value: torch.tanh(0.05 * value - 1), partial(bounded_rule, least=-1)),
             "patchguard-bagnet": (torch.relu, masked_rule),
             "bagcert": (lambda value: (value > 0).double(), partial(bounded_rule, least=0)),
+            "sigmoid": (torch.sigmoid, partial(bounded_rule, least=0)),
         }
         evidence_of, rule = local[name]
         evidence = evidence_of(clean.double()).tolist()
@@ -252,7 +255,8 @@ def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_ans
         def verdict(found: pp.Certificates, y: int, evidence=evidence, rule=rule) -> None:
             assert bool(found.certified) == rule(evidence, y, touches)
 
-        build = partial(pp.defense, name, Scripted(clean, attacks), THREAT)
+        known, options = ("bagcert", {"score": name}) if name == "sigmoid" else (name, {})
+        build = partial(pp.defense, known, Scripted(clean, attacks), THREAT, **options)
         results.append(check_against_adversary(build, attacks, answer, verdict, monkeypatch))
     certified, fallen = map(sum, zip(*results, strict=True))
     assert certified > 1
@@ -297,6 +301,17 @@ def test_a_local_certificate_does_not_depend_on_the_other_images_of_the_batch():
     images = torch.zeros(2, 1, *SIZE)
     images[1, 0, 0, 0] = 1
     assert bool(defense.certify(images, torch.tensor([0, 0])).certified[0])
+
+
+@pytest.mark.parametrize("name", ["clipped-bagnet", "patchguard-bagnet", "bagcert"])
+def test_cells_of_a_clean_image_whose_logits_are_not_finite_prove_nothing(name):
+    logits = torch.tensor([[40.0, -400.0, -400.0]] * 8)
+    assert bool(pp.defense(name, Local(logits), THREAT).certify(IMAGE, torch.tensor([0])).certified)
+    for value in (torch.nan, torch.inf):
+        for cells in (slice(3, 6), slice(0, 8)):
+            odd = logits.clone()
+            odd[cells] = value
+            assert not bool(pp.defense(name, Local(odd), THREAT).certify(IMAGE, torch.tensor([0])).certified)
 
 
 def test_local_logits_follow_the_weights_however_they_are_changed():
@@ -376,6 +391,25 @@ class Sized(Scripted):
 class Single(Scripted):
     def local_logits(self, images: Tensor) -> Tensor:
         return torch.nn.functional.conv2d(images, torch.ones(CLASSES, 1, 1, 2))
+
+
+class Brightest:
+    """A cell sees the brightest of 5 pixels, but claims to see one; noise in a white image changes nothing."""
+
+    fill, receptive_field = (0.0,), (1, 1, 0)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.local_logits(images).mean(dim=(2, 3))
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        brightest = torch.nn.functional.max_pool2d(images, (1, 5), 1, (0, 2))
+        return torch.cat([0.5 - brightest, brightest - 0.5], dim=1)
+
+
+def test_a_false_receptive_field_is_refused_whatever_the_first_image_shows():
+    for image in (IMAGE, IMAGE + 1, IMAGE + 0.5):
+        with pytest.raises(CheckError, match="is not what the network has"):
+            pp.defense("bagcert", Brightest(), THREAT).certify(image, torch.tensor([0]))
 
 
 def test_a_false_receptive_field_is_refused_every_time():

@@ -28,6 +28,9 @@ ROUNDING = 1e-6
 
 Leads must also exceed this share of one cell's evidence."""
 
+LARGEST = 1e30
+"""Local logits beyond ±LARGEST count as that large: a patch may make them infinite, and sums must stay finite."""
+
 
 class ExactLogits:
     """The classifier's local logits in float64, from a copy that follows its weights however they are changed."""
@@ -71,22 +74,35 @@ class ExactLogits:
                 copied.copy_(original)
 
     def check_fields(self, images: Tensor, logits: Tensor, image_size: Size) -> None:
-        """Refuse a false receptive field: pixels outside those of 16 cells are changed once, and must not matter."""
+        """Refuse a false receptive field: pixels outside those of 16 cells are changed, and must not matter.
+
+        For each cell an image gets noise outside its field, a black image becomes white there, and a white one black.
+        """
         if self.checked or not len(images):
             return
         grid = (int(logits.shape[2]), int(logits.shape[3]))
         keep = Fields.receptive(image_size, grid, self.receptive_field).keep(images.device)
         noise = torch.rand(images[:1].shape, generator=torch.Generator().manual_seed(0)).to(images)
-        for cell in torch.linspace(0, len(keep) - 1, 16).long().unique().tolist():
+        extremes = torch.cat([torch.zeros_like(noise), torch.ones_like(noise)])
+        outside = torch.cat([noise, extremes.flip(0)])
+        uniform = self.local_logits(extremes)
+        for number, cell in enumerate(torch.linspace(0, len(keep) - 1, 16).long().unique().tolist()):
             row, column = divmod(cell, grid[1])
-            other = self.local_logits(torch.where(keep[cell], images[:1], noise))[0, :, row, column]
-            change = float((other - logits[0, :, row, column]).abs().max())
-            if change > ROUNDING * float(logits[0].abs().max().clamp(min=1)):
+            one = slice(number % len(images), number % len(images) + 1)
+            expected = finite(torch.cat([logits[one], uniform]))
+            changed = self.local_logits(torch.where(keep[cell], torch.cat([images[one], extremes]), outside))
+            change = float((finite(changed) - expected)[:, :, row, column].abs().max())
+            if change > ROUNDING * float(expected.abs().max().clamp(min=1)):
                 raise CheckError(
                     f"the receptive field {self.receptive_field} (size, stride, offset) is not what "
                     f"the network has: pixels outside it change the logits of cell ({row}, {column}) by {change:.3g}"
                 )
         self.checked = True
+
+
+def finite(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """The logits within ±LARGEST; NaN is 0, because any value will do for a cell that a patch controls."""
+    return logits.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
 
 
 @dataclass(frozen=True)
@@ -132,9 +148,10 @@ class LocalDefense(EvidenceDefense):
         logits = self.exact.local_logits(images, self.images_at_once)
         self.exact.check_fields(images, logits, self.threat.image_size)
         cells, passes = logits.flatten(2), torch.ones(len(images), dtype=torch.int64, device=images.device)
-        off = ROUNDING * cells.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
-        found, low, high = map(self.local_evidence, (cells, cells - off, cells + off))
-        return Evidence(found, low, high, self.windows(logits), passes)
+        known = cells.abs() < LARGEST  # other ones may have any evidence
+        off = ROUNDING * cells.where(known, 0).abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
+        low, high = (cells - off).where(known, -LARGEST), (cells + off).where(known, LARGEST)
+        return Evidence(*map(self.local_evidence, (finite(cells), low, high)), self.windows(logits), passes)
 
     def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
         grid = (int(logits.shape[2]), int(logits.shape[3]))
@@ -143,7 +160,7 @@ class LocalDefense(EvidenceDefense):
     def surrogate(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Differentiable scores, for attacks."""
         local: Tensor = self.classifier.local_logits(images)  # type: ignore[attr-defined]
-        return self.scores(self.soft_evidence(local.flatten(2).float()), self.windows(local))
+        return self.scores(self.soft_evidence(finite(local.flatten(2).float())), self.windows(local))
 
 
 @dataclass(frozen=True)
