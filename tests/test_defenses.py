@@ -114,6 +114,9 @@ REFUSED = {
     "certifies a label that it does not itself answer": {"predictions": torch.tensor([0, 1])},
     r"predictions must be int64 of shape \(2,\), not torch.int64 of \(3,\)": {"predictions": torch.zeros(3).long()},
     "the evidence 'votes' must be a tensor of finite numbers with 2 rows": {"evidence": {"votes": torch.ones(3)}},
+    "the evidence 'votes' is a value and has parts": {
+        "evidence": {"votes": torch.ones(2), "votes.label": torch.ones(2)}
+    },
 }
 
 

@@ -325,6 +325,21 @@ def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hosti
     with pytest.raises(CheckError, match="between bf16 and fp32"):
         defense.with_engine(measured(precision="bf16", tau=0.1)).certify(images, torch.tensor([3]))
 
+    class Outside:
+        """A user's defence, made of another one, with the members that hand over τ."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
+        def with_engine(self, engine):
+            return Outside(self.inner.with_engine(engine))
+
+    answers = pp.predict(Outside(defense), [white, black])
+    assert ([answer.label for answer in answers], answers.misjudged) == ([3, 3], 1)
+
 
 def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     torch.manual_seed(0)

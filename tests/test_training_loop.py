@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -188,6 +189,21 @@ def test_head_only_changes_the_last_layer_and_nothing_else():
     list(run.run())
     changed = {k for k, v in run.classifier.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {"module.head.weight", "module.head.bias"}
+
+
+def test_a_training_hands_the_network_back_thawed_and_in_eval_mode_however_it_ends():
+    network = load_classifier("small", "random", num_classes=3)
+    frozen = next(network.parameters()).requires_grad_(False)
+    plan = Plan(strategy="none", epochs=1, batch_size=8, head_only=True)
+
+    def interrupt(_report):
+        raise KeyboardInterrupt
+
+    for stop in (None, interrupt):
+        with nullcontext() if stop is None else pytest.raises(KeyboardInterrupt):
+            pp.train(network, source(), plan, on_step=stop)
+        assert [p for p in network.parameters() if not p.requires_grad] == [frozen]
+        assert not network.training
 
 
 def test_a_nan_loss_stops_the_run_and_names_the_step(tmp_path):

@@ -61,7 +61,10 @@ class ImageSource(Protocol):
         """The distinct (height, width) of the images."""
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
-        """A digest of the paths, labels, and file sizes (folders) or pixels; sequences only read those at `indices`."""
+        """A digest of the paths, labels, and pixels; sequences only read those at `indices`.
+
+        Of files it covers the sizes, not the contents, which would take as long to read as to certify.
+        """
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,9 @@ def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Ten
         if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != kind:
             expected = str(kind).removeprefix("torch.")
             raise CheckError(f"{name}: {part} must be {expected} of shape ({count},), not {kind_of(values)}")
+    nested = {key.partition(".")[0] for key in proof.evidence if "." in key}
+    if nested & proof.evidence.keys():
+        raise CheckError(f"{name}: the evidence {min(nested & proof.evidence.keys())!r} is a value and has parts, too")
     for key, values in proof.evidence.items():
         if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")

@@ -151,7 +151,8 @@ class LocalDefense(EvidenceDefense):
         known = cells.abs() < LARGEST  # other ones may have any evidence
         off = ROUNDING * cells.where(known, 0).abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
         low, high = (cells - off).where(known, -LARGEST), (cells + off).where(known, LARGEST)
-        return Evidence(*map(self.local_evidence, (finite(cells), low, high)), self.windows(logits), passes)
+        found, low, high = map(self.local_evidence, (finite(cells), low, high))
+        return Evidence(found, low, high, self.windows(logits), passes)
 
     def windows(self, logits: Float[Tensor, "b classes rows columns"]) -> Windows:
         grid = (int(logits.shape[2]), int(logits.shape[3]))

@@ -71,8 +71,8 @@ class Cost:
 
 
 def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> Cost | None:
-    """Time a few passes over a generated image; None for a defence without a classifier."""
-    if getattr(defense, "classifier", None) is None:
+    """Time a few passes over a generated image; None for a defence without `classifier` or `most_passes`."""
+    if getattr(defense, "classifier", None) is None or not hasattr(defense, "most_passes"):
         return None
     image = generated_images(1, defense)
     masks, most = getattr(defense, "masks", None), images * defense.most_passes
@@ -243,8 +243,8 @@ def estimate_training(
     size = trainer.classifier.input_size
     threat = PatchThreat(size, parse_patches(plan.mask_patch, size))
     images = 0 if validation is None else min(plan.validation_images, len(as_source(validation)))
-    check = estimate_cost(named_defense("patchcleanser", trainer.classifier.eval(), threat), images)
-    assert check is not None  # the defence has masks and a classifier
+    check = estimate_cost(named_defense(plan.validate_with, trainer.classifier.eval(), threat), images)
+    assert check is not None  # the package's own defences have both
     training = trainer.total_steps * step
     return TrainingCost(
         plan.epochs,

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,6 @@ def train(
     threat = PatchThreat(network.input_size, parse_patches(plan.mask_patch, network.input_size))
     masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
-    trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
     images = {"train": source_facts(source, training_data.indices)}
     validate = None
     if validation is not None:
@@ -143,9 +142,10 @@ def train(
         images["validation"] = source_facts(held_out)
     if test is not None:
         images["test"] = source_facts(as_source(test))
+    trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
     manifest = _manifest(trainer, shipped, images, config)
     longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
-    with nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
+    with closing(trainer), nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         if path is not None:
             notes |= load_training(path / "checkpoint-last", trainer) or {}
@@ -189,7 +189,6 @@ def train(
                 raise CheckError(doubt)
             write_json(place.path / "results.json", results)
     accelerator.end_training()
-    classifier.eval()
     return Trained(classifier, results, path)
 
 

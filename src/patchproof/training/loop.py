@@ -1,6 +1,7 @@
 """Fine-tuning on masked copies.
 
-A step depends only on the seed, its number and the state before it, so resuming changes no bit of the result.
+A step depends only on the seed, its number, the state before it and the number of processes, so resuming on as many
+processes changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Trainer:
         self.plan, self.data, self.accelerator = plan, data, accelerator
         self.classifier = classifier.to(memory_format=torch.channels_last)
         self.steps_per_epoch = _steps_per_epoch(classifier, plan, len(data.indices), accelerator.num_processes)
+        self.trainable = [p for p in classifier.parameters() if p.requires_grad]
         if plan.head_only:
             classifier.requires_grad_(False)
             _head(classifier).requires_grad_(True)
@@ -149,6 +151,12 @@ class Trainer:
             return found
         share = self.plan.start_share
         return {k: v.lerp(self.start[k], share) if v.is_floating_point() else v for k, v in found.items()}
+
+    def close(self) -> None:
+        """Hand the classifier back in eval mode, with the same parameters trainable as before."""
+        for parameter in self.trainable:
+            parameter.requires_grad_(True)
+        self.classifier.eval()
 
     def run(self) -> Iterator[StepReport]:
         """Train from `self.step` to the end."""

@@ -237,10 +237,10 @@ class Grid(BuiltIn):
 
 @dataclass
 class MultiSizeGreedy(BuiltIn):
-    """greedy: Algorithm A1 of the paper, where 3×3 masks narrow down the search among 6×6 masks: 25 passes.
+    """greedy: Algorithm A1 of the paper, where 3×3 masks narrow down the search among 6×6 masks.
 
-    The copies are x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. If M11 lies inside M1, the loss of x ⊙ M11 ⊙ M1 is that of x ⊙ M1,
-    which is known and saves the 26th pass.
+    The copies are x ⊙ M1 ⊙ m3 and x ⊙ M11 ⊙ m6. With four children per mask that is 26 passes; if M11 lies inside M1,
+    as in the paper's sets, the loss of x ⊙ M11 ⊙ M1 is that of x ⊙ M1, which is known: 25.
     """
 
     def __post_init__(self) -> None:
@@ -343,6 +343,7 @@ class Memory(MultiSizeGreedy):
         return (1 - full / epochs) * (1 - self.forwards / super().forwards)
 
     def copies(self, search: Search) -> VisibleCopies:
+        self.untried = None
         if search.indices is None:  # images without an index cannot be remembered
             return super().copies(search)
         missing = max(0, int(search.indices.max()) + 1 - len(self.table))
