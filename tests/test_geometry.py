@@ -287,6 +287,19 @@ def test_a_covering_set_without_one_of_its_masks_misses_what_brute_force_says(im
         assert sorted(boxes(fewer.uncovered(threat))) == sorted(missed)
 
 
+def test_any_number_of_masks_is_checked_without_a_table_of_their_cells():
+    """Of 224×224 masks it would have 2.5 billion entries."""
+    threat = threat_of(224, 1)
+    masks = covering_masks(threat, per_axis=10**9)
+    assert len(masks) == 224**2
+    assert not masks.uncovered(threat)
+    assert not masks.hide_all(2)
+    assert [len(axis) for axis in masks.axes] == [224, 224]
+    assert "_cells" not in vars(masks)
+    with pytest.raises(InputError, match=r"900 masks have 404,550 pairs, too many .* take a smaller per_axis"):
+        covering_masks(PatchThreat((224, 224), ((20, 20),), 2), per_axis=30)
+
+
 # two patches
 
 

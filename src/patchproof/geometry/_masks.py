@@ -19,6 +19,12 @@ from patchproof.types import InputError, Size, typed
 Interval = tuple[int, int]
 """[start, stop) on one axis."""
 
+MASKS_AT_ONCE = 256
+"""Masks that are drawn at once: drawing takes several times the memory of the masks."""
+
+MOST_PAIRS = 1 << 16
+"""Most masks against two patches: a table of all pairs of them would take 34 GB."""
+
 Box = tuple[Size, range, range]
 """A patch size, and the ranges of tops and lefts of its positions."""
 
@@ -99,6 +105,11 @@ class MaskSet:
         return tuple(map(rects_of, self.rects))
 
     @cached_property
+    def _single(self) -> bool:
+        """True if each mask is one rectangle."""
+        return all(len(part) == 1 for part in self.parts)
+
+    @cached_property
     def blocks(self) -> tuple[Rect, ...]:
         """The distinct rectangles that the masks are made of."""
         return tuple(dict.fromkeys(rect for part in self.parts for rect in part))
@@ -115,23 +126,38 @@ class MaskSet:
     def keep(self, device: torch.device | str = "cpu") -> Bool[Tensor, "n 1 h w"]:
         """True where a pixel stays visible."""
         most = max(map(len, self.parts))
-        padded = [part + part[:1] * (most - len(part)) for part in self.parts]
-        return ~inside(torch.tensor(padded, device=device), self.image_size)
+        padded = torch.tensor([part + part[:1] * (most - len(part)) for part in self.parts], device=device)
+        found = torch.empty(len(self), 1, *self.image_size, dtype=torch.bool, device=device)
+        for visible, rects in zip(found.split(MASKS_AT_ONCE), padded.split(MASKS_AT_ONCE), strict=True):
+            torch.logical_not(inside(rects, self.image_size), out=visible)
+        return found
 
     @cached_property
-    def _cells(self) -> tuple[list[int], list[int], Bool[np.ndarray, "n rows columns"]]:
-        """The edges of all masks, and the cells between them that each mask hides: a small table that is exact."""
+    def _edges(self) -> tuple[list[int], list[int]]:
+        """The rows and the columns at which a mask, or the image, begins or ends."""
         rows = sorted({0, self.image_size[0], *(edge for r in self.blocks for edge in (r.top, r.bottom))})
         columns = sorted({0, self.image_size[1], *(edge for r in self.blocks for edge in (r.left, r.right))})
+        return rows, columns
+
+    @cached_property
+    def _cells(self) -> Bool[np.ndarray, "n rows columns"]:
+        """The cells between the edges that each mask hides: a small table that is exact."""
+        rows, columns = ({edge: place for place, edge in enumerate(edges)} for edges in self._edges)
         cells = np.zeros((len(self), len(rows) - 1, len(columns) - 1), dtype=bool)
         for cell, part in zip(cells, self.parts, strict=True):
             for r in part:
-                cell[rows.index(r.top) : rows.index(r.bottom), columns.index(r.left) : columns.index(r.right)] = True
-        return rows, columns, cells
+                cell[rows[r.top] : rows[r.bottom], columns[r.left] : columns[r.right]] = True
+        return cells
 
     def hide_all(self, together: int) -> bool:
         """True if one mask, or the union of two if `together` is 2, hides the whole image."""
-        hidden = self._cells[2].reshape(len(self), -1)
+        height, width = self.image_size
+        # Of rectangles, only those at a corner matter: others leave all four corners to the other mask.
+        corner = [r for r in self.blocks if {r.top, r.bottom} & {0, height} and {r.left, r.right} & {0, width}]
+        if self._single and not corner:
+            return False
+        few = MaskSet(self.image_size, tuple(corner)) if self._single else self
+        hidden = few._cells.reshape(len(few), -1)
         if together == 1:
             return bool(hidden.all(axis=1).any())
         # One of the two hides the first pixel.
@@ -141,18 +167,21 @@ class MaskSet:
         """{r ∈ 𝓡 : no m ∈ 𝓜 contains r}, empty exactly when 𝓜 is 𝓡-covering; against two patches, pairs (r, r′)."""
         if threat.image_size != self.image_size:
             raise InputError(f"the masks are for images of {self.image_size}, the threat for {threat.image_size}")
-        # A mask hides a patch that touches no visible cell. The cells that a patch touches change only where one of its
-        # sides crosses an edge, so positions fall into boxes, and a mask hides all of a box or nothing of it.
-        rows, columns, cells = self._cells
-        visible = (~cells).astype(np.float32)
+        # The cells that a patch touches change only where one of its sides crosses an edge, so positions fall into
+        # boxes, and a mask hides all of a box or nothing of it.
         boxes: list[Box] = []
         hidden_parts: list[Bool[np.ndarray, "n boxes"]] = []
         for height, width in threat.patch_sizes:
-            tops, rows_touched = _touches(rows, height)
-            lefts, columns_touched = _touches(columns, width)
-            visible_cells_touched = rows_touched @ visible @ columns_touched.T
-            hidden_parts.append((visible_cells_touched == 0).reshape(len(self), -1))
+            (tops, rows_touched), (lefts, columns_touched) = map(_touches, self._edges, (height, width))
             boxes += [((height, width), range(*y), range(*x)) for y, x in product(pairwise(tops), pairwise(lefts))]
+            if threat.patches == 1 and self._single:  # a rectangle hides a patch if it does so on both axes
+                top, left, rows, columns = np.array(self.blocks, dtype=np.int64).T[:, :, None]
+                across = (top <= tops[:-1]) & (np.add(tops[:-1], height) <= top + rows)
+                along = (left <= lefts[:-1]) & (np.add(lefts[:-1], width) <= left + columns)
+                hidden_parts.append((across.T.astype(np.float32) @ along > 0).reshape(1, -1))
+            else:  # a mask hides a patch that touches no visible cell
+                visible_cells_touched = rows_touched @ (~self._cells).astype(np.float32) @ columns_touched.T
+                hidden_parts.append((visible_cells_touched == 0).reshape(len(self), -1))
         hidden = np.concatenate(hidden_parts, axis=1)
         if threat.patches == 1:
             return Uncovered([(boxes[number],) for number in np.flatnonzero(~hidden.any(axis=0))])
@@ -168,7 +197,7 @@ class MaskSet:
         rows = tuple(sorted({(r.top, r.bottom) for r in self.blocks}))
         columns = tuple(sorted({(r.left, r.right) for r in self.blocks}))
         grid = _grid(rows, columns)
-        if self.rects not in (grid, _pairs(grid)):
+        if self.rects != (grid if isinstance(self.rects[0], Rect) else _pairs(grid)):
             raise InputError("these masks are not a grid of rows and columns, so they have no axes")
         return rows, columns
 
@@ -186,9 +215,8 @@ class MaskSet:
         Then different pairs have different unions: the bounding box of a union leaves two pairs of corners, and its
         top-left pixel belongs to one of them only.
         """
-        one_each = all(len(part) == 1 for part in self.parts)
         same_size = len({(r.height, r.width) for r in self.blocks}) == 1
-        return one_each and same_size and len(self.blocks) == len(self)
+        return self._single and same_size and len(self.blocks) == len(self)
 
     @property
     def union_count(self) -> int:
@@ -206,7 +234,7 @@ class MaskSet:
         if self.alike:
             numbers = named = np.arange(len(first))
         else:
-            hidden = np.packbits(self._cells[2].reshape(len(self), -1), axis=1)
+            hidden = np.packbits(self._cells.reshape(len(self), -1), axis=1)
             number_of: dict[bytes, int] = {}
             unions = hidden[first] | hidden[second]
             numbers = np.array([number_of.setdefault(union.tobytes(), len(number_of)) for union in unions])
@@ -251,6 +279,11 @@ def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], alig
     counts = per_axis if isinstance(per_axis, Sequence) else (per_axis, per_axis)
     rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     grid = _grid(rows, columns)
+    if threat.patches == 2 and comb(len(grid) + 1, 2) > MOST_PAIRS:
+        raise InputError(
+            f"{len(grid):,} masks have {comb(len(grid), 2):,} pairs, too many to hide two patches with; take a smaller "
+            "per_axis"
+        )
     return MaskSet(threat.image_size, grid if threat.patches == 1 else _pairs(grid))
 
 
@@ -277,5 +310,5 @@ def _axis_masks(n: int, p: int, k: int, unit: int = 1) -> list[Interval]:
     patch = min(units, ceil((p - 1) / unit) + 1)
     stride = ceil((units - patch + 1) / k)
     side = min(patch + stride - 1, units)
-    starts = sorted({min(i * stride, units - side) for i in range(k)})
+    starts = sorted({min(i * stride, units - side) for i in range(min(k, units))})
     return [(start * unit, (start + side) * unit) for start in starts]
