@@ -17,19 +17,24 @@ import json
 import re
 import statistics
 import sys
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from evidence_records import runs_of, stored
 
 from patchproof.geometry import patch_words, size_words
-from patchproof.recipes import FIELD_RECIPES
+from patchproof.recipes import FIELD_RECIPES, Expectation, recipes
 from patchproof.runs import StoredCertification, read_run
+from patchproof.types import PatchproofError
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "results" / "leaderboard"
 SCHEMA = 1
 LITERATURE = "Table 1 of Greedy Cutout (Saha et al. 2023)"
+RIVALS = [recipe for recipe in FIELD_RECIPES.values() if recipe.defense != "patchcleanser"]
+NETWORKS = {"resnet": "ResNet", "vit": "ViT", "convnext": "ConvNeXt"}
+STRATEGIES = {"cutout": "random Cutout", "rand": "random certification masks", "greedy": "Greedy Cutout"}
 ALSO = {  # runs of the paper's own evidence that are about the same images and patches
     f"cifar10/{strategy}-seed0/native/certify-{patch}-6x6": f"EfficientNet-lite0 from ImageNet, 10 epochs of {strategy}"
     for strategy in ("cutout", "greedy")
@@ -56,33 +61,49 @@ def row(run: StoredCertification, note: str, folder: str) -> dict[str, Any]:
     }
 
 
+def literature(defense: str, cell: Expectation, network: str = "") -> dict[str, Any]:
+    """A cell of Table 1."""
+    assert cell.certified is not None
+    return {
+        "defense": defense,
+        "guarantee": "recovery",
+        "data": "cifar10",
+        "patch": {"2px": "2×2", "5px": "5×5", "14px": "2×2", "35px": "5×5"}[cell.patch],  # 14 and 35 of 224 pixels
+        "certified": {"rate": cell.certified / 100},
+        "clean": None if cell.defended is None else {"rate": cell.defended / 100},
+        "passes_per_image": None,
+        "network": network,
+        "measured": False,
+        "source": LITERATURE,
+        "weights_sha256": None,
+    }
+
+
+def note_of(run: Path) -> str:
+    """The line on network and training beside a run."""
+    path = run.parent / "note.txt"
+    if not path.exists():
+        refuse(f"{run.parent} has no note.txt, one line that names network and training")
+    return path.read_text("utf-8").strip()
+
+
+def refuse(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
 def rows() -> list[dict[str, Any]]:
     """Measured ones first, each kind by certified accuracy."""
-    places = {path: (path.parent / "note.txt").read_text("utf-8").strip() for path in runs_of("certify", FOLDER)}
+    places = {path: note_of(path) for path in runs_of("certify", FOLDER)}
     places |= {ROOT / "results" / path: note for path, note in ALSO.items()}
     runs = {path: stored(path) for path in places}
     tested = {path: run for path, run in runs.items() if run.manifest["data"]["split"] != "train"}
     found = [row(run, places[path], str(path.relative_to(ROOT))) for path, run in tested.items()]
-    for recipe in FIELD_RECIPES.values():
-        for cell in recipe.expectations:
-            side = cell.patch.removesuffix("px")
-            clean = None if cell.defended is None else {"rate": cell.defended / 100}
-            assert cell.certified is not None  # they are of Table 1
-            found.append(
-                {
-                    "defense": recipe.defense,
-                    "guarantee": "recovery",
-                    "data": "cifar10",
-                    "patch": f"{side}×{side}",
-                    "certified": {"rate": cell.certified / 100},
-                    "clean": clean,
-                    "passes_per_image": None,
-                    "network": title if (title := recipe.name.removeprefix("cifar10-32px-")) != recipe.defense else "",
-                    "measured": False,
-                    "source": LITERATURE,
-                    "weights_sha256": None,
-                }
-            )
+    found += [literature(recipe.defense, cell) for recipe in RIVALS for cell in recipe.expectations]
+    for (architecture, network), (strategy, words) in product(NETWORKS.items(), STRATEGIES.items()):
+        cells = recipes()[f"cifar10-{architecture}-{strategy}"].expectations
+        title = f"{network}, {words}"
+        found += [literature("patchcleanser", cell, title) for cell in cells if (cell.table, cell.masks) == ("1", 6)]
     return sorted(found, key=lambda one: (not one["measured"], one["patch"], -one["certified"]["rate"]))
 
 
@@ -162,30 +183,30 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def votes_table() -> str:
-    """The same votes of the same network under four rules, as counted from the records of the two smoothing runs."""
-    lines = ["| patch | paper's count | exact | count without ties | robust masking, without ties |", "|" + "---|" * 5]
-    for patch in ("2px", "5px"):
-        smoothing, masking = (
-            stored(FOLDER / f"{name}-smoothing" / f"certify-{patch}") for name in ("derandomized", "patchguard")
-        )
-        reached = int(patch.removesuffix("px")) + smoothing.config["band"] - 1
-        strict = {
-            record.index
-            for record in smoothing.good
-            if record.defended
-            and record.evidence["votes"]["label"] - record.evidence["votes"]["runner_up"] > 2 * reached
-        }
-        masked = {record.index for record in masking.good if record.certified}
-        if not strict <= masked:
-            sys.exit(f"{patch}: robust masking certifies less than counted votes without ties; mend the page")
-        counts = (
-            *(sum(record.evidence["votes"][name] for record in smoothing.good) for name in ("count", "exact")),
-            len(strict),
-            len(masked),
-        )
-        cells = (f"{100 * count / len(smoothing.good):.2f}%" for count in counts)
-        lines.append(f"| {patch.removesuffix('px')}×{patch.removesuffix('px')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """The same votes of the same network under several rules, as counted from the records.
+
+    Robust masking was run on the votes of derandomized smoothing only.
+    """
+    head = ("defence", "patch", "paper's count", "exact", "count without ties", "robust masking, without ties")
+    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    for name, patch in product(("derandomized-smoothing", "smoothed-vit"), ("2px", "5px")):
+        voting, side = stored(FOLDER / name / f"certify-{patch}"), int(patch.removesuffix("px"))
+        votes = {record.index: record.evidence["votes"] for record in voting.good}
+        right = {record.index for record in voting.good if record.defended}
+        reached = 2 * (side + voting.config["band"] - 1)  # with a view at every column
+        strict = {i for i in right if votes[i]["label"] - votes[i]["runner_up"] > reached}
+        if any(vote["count"] > vote["exact"] for vote in votes.values()):
+            sys.exit(f"{name}, {patch}: the exact certificate certifies less than the count; mend the page")
+        counts = [*(sum(vote[rule] for vote in votes.values()) for rule in ("count", "exact")), len(strict)]
+        if name == "derandomized-smoothing":
+            masking = stored(FOLDER / "patchguard-smoothing" / f"certify-{patch}")
+            masked = {record.index for record in masking.good if record.certified}
+            if not strict <= masked:
+                sys.exit(f"{patch}: robust masking certifies less than counted votes without ties; mend the page")
+            counts.append(len(masked))
+        shares = [f"{100 * count / len(votes):.2f}%" for count in counts]
+        lines.append(" | ".join([name, f"{side}×{side}", *shares, *[""] * (4 - len(shares))]))
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def attacks_table() -> str:
@@ -198,9 +219,8 @@ def attacks_table() -> str:
         run = stored(path)
         tried = [record for record in run.attacks if record.attack.attacked is not None]
         passes = statistics.mean(record.attack.passes for record in tried)
-        note = (path.parent / "note.txt").read_text("utf-8").strip()
         broken = sum(record.broken for record in tried)
-        lines.append(f"| {run.defense} | {note} | {len(tried)} | {broken} | {passes:,.0f} |")
+        lines.append(f"| {run.defense} | {note_of(path)} | {len(tried)} | {broken} | {passes:,.0f} |")
     return "\n".join(lines)
 
 
@@ -227,9 +247,12 @@ def main() -> None:
     parser.add_argument("--note", default="")
     arguments = parser.parse_args()
     if arguments.row is not None:
-        run = read_run(arguments.row, arguments.row.name)
+        try:
+            run = read_run(arguments.row, arguments.row.name)
+        except (OSError, PatchproofError) as error:
+            refuse(str(error))
         if not isinstance(run, StoredCertification):
-            sys.exit(f"{arguments.row} is no certification")
+            refuse(f"{arguments.row} is no certification")
         print(json.dumps(row(run, arguments.note, str(arguments.row)), indent=2, ensure_ascii=False))
         return
     for path, text in files().items():

@@ -14,7 +14,7 @@ from patchproof.defenses import IntervalBounds, assess
 from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
-from patchproof.types import InputError
+from patchproof.types import CheckError, InputError
 
 SIZE = (9, 8)
 THREAT = pp.PatchThreat(SIZE, ((2, 3), (3, 2)))
@@ -147,7 +147,7 @@ def test_few_positions_and_no_images(patch, generator):
     assert none.certified.shape == none.forwards.shape == defense.predict(images[:0]).shape == (0,)
 
 
-def test_networks_without_bounds_are_refused_when_the_defence_is_built():
+def test_networks_without_bounds_are_refused():
     with pytest.raises(InputError, match="cannot pass the layer SmallResNet, only Conv2d"):
         pp.defense("ibp", load_classifier("small", "random"), THREAT)
     with pytest.raises(InputError, match="ibp needs a network of known layers, not function"):
@@ -165,6 +165,10 @@ def test_networks_without_bounds_are_refused_when_the_defence_is_built():
     )
     with pytest.raises(InputError, match="cannot pass the layer Squared"):
         IntervalBounds(own, THREAT)
+    other = pp.PatchThreat((8, 8), ((2, 2),))
+    for ask in (lambda defense, x: defense.predict(x), lambda defense, x: defense.certify(x, torch.tensor([0]))):
+        with pytest.raises(CheckError, match=r"fails on images of \(2, 8, 8\).*is it built for that shape"):
+            ask(IntervalBounds(network(), other), torch.zeros(1, 2, 8, 8))
     classifier = network().train()
     described = IntervalBounds(classifier, THREAT).describe()
     assert classifier.training

@@ -145,9 +145,10 @@ SMOOTHING: dict[str, dict[str, Any]] = {
 }
 
 
-def smoothing(name: str, classifier: Any) -> Any:
+def smoothing(name: str, classifier: Any, threat: pp.PatchThreat = THREAT, **options: Any) -> Any:
     known = name if name != "exact" else "derandomized-smoothing"
-    return pp.defense(known, classifier, THREAT, engine=measured(batch_size=512), band=2, **SMOOTHING[name])
+    engine = measured(batch_size=512)
+    return pp.defense(known, classifier, threat, engine=engine, band=2, **SMOOTHING[name] | options)
 
 
 TOUCHED_BY = Fields.touched_by
@@ -213,18 +214,29 @@ def test_votes_equal_the_definition_and_no_adversary_moves_a_certified_answer(na
     assert fallen
 
 
-def test_the_exact_certificate_falls_without_the_views_that_wrap_around(monkeypatch):
-    def unwrapped(fields: Fields, threat: pp.PatchThreat) -> Windows:
-        windows, wraps = TOUCHED_BY(fields, threat), fields.columns[:, 0] & fields.columns[:, -1]
+@pytest.mark.parametrize(
+    ("name", "options", "votes"),
+    [
+        ("exact", {}, [{0}, {0}, {1}, {0}, {0}, {1}, {0}, {0}]),
+        ("smoothed-vit", {"certificate": "exact"}, [{0}, {0}, {1}, {0}, {0}, {1}, {0}, {0}]),
+        ("patchguard-smoothing", {}, [set(), {0}, set(), set(), {0}, set(), set(), {0}]),
+    ],
+)
+def test_a_certificate_falls_without_the_views_that_wrap_around(name, options, votes, monkeypatch):
+    """Only the patch at the left edge can win, and only if it takes the last view, too."""
+
+    def unwrapped(fields: Fields, threat: pp.PatchThreat, **options: bool) -> Windows:
+        windows, wraps = TOUCHED_BY(fields, threat, **options), fields.columns[:, 0] & fields.columns[:, -1]
         return Windows(windows.touched & ~((windows.places[:, 1:2] == 0) & wraps), windows.places)
 
+    _, attacks, _ = view_cases(0)
+    classifier = Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks)
+    image, label, threat = IMAGE[..., :8], torch.tensor([0]), pp.PatchThreat((1, 8), ((1, 2),))
+    assert not bool(smoothing(name, classifier, threat, **options).certify(image, label).certified)
     monkeypatch.setattr(Fields, "touched_by", unwrapped)
-    votes = [{0} if view in (8, 0, 1, 3, 5) else set() for view in range(SIZE[1])]
-    _, attacks, touches = view_cases(0)
-    defense = smoothing("exact", Scripted(torch.tensor([vote_logits(v) for v in votes]), attacks))
-    assert not exact_rule(votes, 0, touches)
-    assert bool(defense.certify(IMAGE, torch.tensor([0])).certified)
-    assert set(defense.predict(patched(len(attacks))).tolist()) != {0}
+    defense = smoothing(name, classifier, threat, **options)
+    assert bool(defense.certify(image, label).certified)
+    assert set(defense.predict(patched(len(attacks))[..., :8]).tolist()) != {0}
 
 
 @pytest.mark.parametrize("name", ["clipped-bagnet", "patchguard-bagnet", "bagcert", "sigmoid"])
@@ -261,6 +273,47 @@ def test_local_rules_equal_the_definition_and_no_adversary_moves_a_certified_ans
     certified, fallen = map(sum, zip(*results, strict=True))
     assert certified > 1
     assert fallen
+
+
+class Darkest:
+    """Cells and views of two columns that answer 1 if their darkest pixel is bright, else 0."""
+
+    fill, num_classes, receptive_field = (0.0,), 2, (2, 1, 0)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return self.masked(images, torch.ones_like(images[:, :1], dtype=torch.bool))
+
+    def masked(self, images: Tensor, keep: Tensor) -> Tensor:
+        darkest = images.where(keep, 1.0).amin(dim=(1, 2, 3)) - 0.5
+        return 20 * torch.stack([-darkest, darkest], dim=1)
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        darkest = -torch.nn.functional.max_pool2d(-images, 2, 1) - 0.5
+        return 20 * torch.cat([-darkest, darkest], dim=1)
+
+
+@pytest.mark.parametrize("name", ["bagcert", "derandomized-smoothing"])
+def test_the_attack_breaks_certificates_whose_windows_are_one_cell_too_small(name, monkeypatch):
+    """A dark patch of 2×2 takes 9 of 37 cells, or 3 of 7 views, from the bright class, and the dark one wins."""
+    bright = torch.full((1, 8, 9), 0.75)
+    close = bright.clone()
+    close[:, :, 8] = 0
+    if name == "bagcert":
+        close[:, 7], close[:, 0, 0:6:2] = 0, 0
+    data = [(bright, 1), (close, 1)]
+    options = {"band": 2, "certificate": "exact", "engine": measured()} if name != "bagcert" else {}
+    plan = pp.AttackPlan(target="defended", steps=2, step_size=1.0, restarts=1, place_search="exhaustive")
+
+    def attacked() -> tuple[int, int]:
+        receptive_windows.cache_clear()
+        found = pp.attack(pp.defense(name, Darkest(), pp.PatchThreat((8, 9), ((2, 2),)), **options), data, plan)
+        return found.certified.k, len(found.broken)
+
+    assert attacked() == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "touched_by", one_too_small)
+        assert attacked() == (2, 1)
+    receptive_windows.cache_clear()
 
 
 class Local:

@@ -87,3 +87,16 @@ def test_other_layers_are_refused_by_name(layer, message):
         margin_bounds(classifier, image, image, torch.tensor([0]))
     with pytest.raises(InputError, match="cannot see what the hooks of a ReLU do"):
         margin_bounds(nn.Sequential(hooked, nn.Flatten(), nn.Linear(192, 2)), image, image, torch.tensor([0]))
+    replaced = nn.ReLU()
+    replaced.forward = lambda x: -x
+    with pytest.raises(InputError, match="cannot see what a ReLU with a `forward` of its own does"):
+        margin_bounds(nn.Sequential(replaced, nn.Flatten(), nn.Linear(192, 2)), image, image, torch.tensor([0]))
+
+
+def test_layers_in_an_order_that_gives_no_logits_are_refused_with_the_way_out():
+    image = torch.rand(1, 3, 8, 8)
+    columns = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2))
+    with pytest.raises(InputError, match=r"the layer Linear\(in_features=8.* before a Flatten.*; put a Flatten"):
+        margin_bounds(columns, image, image, torch.tensor([0]))
+    with pytest.raises(InputError, match="need one logit per class, but this Sequential has no Flatten"):
+        margin_bounds(nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU()), image, image, torch.tensor([0]))

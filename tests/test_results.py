@@ -325,7 +325,7 @@ def test_the_leaderboard_is_current():
     subprocess.run([sys.executable, str(ROOT / "scripts" / "leaderboard.py"), "--check"], check=True)
 
 
-def test_a_run_from_python_becomes_a_row_and_two_patches_are_not_taken_for_one(tmp_path, monkeypatch):
+def test_a_run_from_python_becomes_a_row_and_two_patches_are_not_taken_for_one(tmp_path, monkeypatch, capsys):
     leaderboard, folder = script("leaderboard"), tmp_path / "mine"
     monkeypatch.setattr(leaderboard, "ROOT", tmp_path)
     monkeypatch.setattr(leaderboard, "FOLDER", tmp_path)
@@ -335,6 +335,12 @@ def test_a_run_from_python_becomes_a_row_and_two_patches_are_not_taken_for_one(t
         threat = pp.PatchThreat((9, 9), ((2, 3),), patches)
         defense = pp.defense("alarm", lambda images: images.flatten(1)[:, :2], threat)
         pp.certify(defense, data, folder=folder / f"certify-{patches}")
+    for row, words in (["--row", str(tmp_path)], "no manifest.json"), ([], "mine has no note.txt"):
+        monkeypatch.setattr(sys, "argv", ["leaderboard.py", *row])
+        with pytest.raises(SystemExit) as left:
+            leaderboard.main()
+        assert left.value.code == 2
+        assert words in capsys.readouterr().err
     (folder / "note.txt").write_text("two pixels\n")
     one, two = (row for row in leaderboard.rows() if row["measured"])
     assert (one["patch"], two["patch"]) == ("2×3", "two of 2×3")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from patchproof.defenses._base import Certificates, OwnDefense, device_of, require_labels
 from patchproof.defenses._table import BLOCK
 from patchproof.geometry import PatchThreat, inside
-from patchproof.masking import Engine, evaluating, label_range, require_classes, require_images
+from patchproof.masking import Engine, evaluating, explained, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
 from patchproof.types import InputError
 
@@ -46,7 +46,7 @@ class IntervalBounds(OwnDefense):
             raise InputError(f"ibp needs a network of known layers, not {type(self.classifier).__name__}")
         self.require_precision("computes in float64")
         with evaluating(self.classifier):
-            list(passable_layers(self.classifier))
+            passable_layers(self.classifier)
 
     @cached_property
     def most_passes(self) -> int:
@@ -167,7 +167,7 @@ class IntervalBounds(OwnDefense):
     def _logits(self, images: Tensor) -> Float[Tensor, "b classes"]:
         tensors = {**dict(self.classifier.named_parameters()), **dict(self.classifier.named_buffers())}
         exact = {name: value.double() for name, value in tensors.items() if value.is_floating_point()}
-        with evaluating(self.classifier):
+        with evaluating(self.classifier), explained(images):
             return torch.func.functional_call(self.classifier, exact, (images.double(),))
 
 

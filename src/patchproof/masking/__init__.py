@@ -20,6 +20,7 @@ from patchproof.masking._evaluator import Evaluator as Evaluator
 from patchproof.masking._images import COPYING as COPYING
 from patchproof.masking._images import MaskedForward as MaskedForward
 from patchproof.masking._images import as_images as as_images
+from patchproof.masking._images import explained as explained
 from patchproof.masking._images import fill_colour as fill_colour
 from patchproof.masking._images import images_ahead as images_ahead
 from patchproof.masking._images import masks_for as masks_for

@@ -57,7 +57,7 @@ def margin_bounds(
     widens its interval by more than twice that, once for its own arithmetic and once for the network's. In float64 this
     adds about 1e-10. It does not cover TF32 or Winograd convolutions, which do not exist for float64.
     """
-    layers = list(passable_layers(classifier))
+    layers = passable_layers(classifier)
     last: Any = layers.pop() if isinstance(layers[-1], nn.Linear) else None
     x = Interval((upper + lower) / 2, (upper - lower) / 2)
     if rounding:
@@ -78,18 +78,36 @@ def margin_bounds(
     return bound
 
 
-def passable_layers(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a sequential network in order; a layer that bounds cannot pass is refused by name."""
+def passable_layers(network: nn.Module) -> list[nn.Module]:
+    """Return the layers of a sequential network in order; what bounds cannot pass is refused by name."""
+    layers = list(_layers(network))
+    flat = next((i for i, layer in enumerate(layers) if isinstance(layer, nn.Flatten)), len(layers))
+    if linear := next((layer for layer in layers[:flat] if isinstance(layer, nn.Linear)), None):
+        raise InputError(
+            f"interval bounds cannot pass the layer {linear} before a Flatten, where it acts on the columns of "
+            "feature maps; put a Flatten before it"
+        )
+    if flat == len(layers):
+        raise InputError(
+            f"interval bounds need one logit per class, but this {type(network).__name__} has no Flatten and returns "
+            "feature maps; end it with Flatten, or with Flatten and Linear"
+        )
+    return layers
+
+
+def _layers(network: nn.Module) -> Iterator[nn.Module]:
+    name = type(network).__name__
     if network._forward_hooks or network._forward_pre_hooks:
-        raise InputError(f"interval bounds cannot see what the hooks of a {type(network).__name__} do; remove them")
+        raise InputError(f"interval bounds cannot see what the hooks of a {name} do; remove them")
+    if "forward" in vars(network):
+        raise InputError(f"interval bounds cannot see what a {name} with a `forward` of its own does; remove it")
     if type(network) is ImageClassifier:
         yield Normalisation(network)
-        yield from passable_layers(network.module)
+        yield from _layers(network.module)
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
         for part in network:
-            yield from passable_layers(part)
+            yield from _layers(part)
     elif type(network) not in PASSABLE or not PASSABLE[type(network)](network):
-        name = type(network).__name__
         if isinstance(network, nn.modules.batchnorm._BatchNorm) and network.training:
             name += " in training mode"
         if type(network) in PASSABLE:

@@ -157,7 +157,7 @@ class IntervalLoss:
 
     @classmethod
     def of(cls, classifier: ImageClassifier, threat: PatchThreat) -> IntervalLoss:
-        list(passable_layers(classifier))  # refuses layers without bounds
+        passable_layers(classifier)  # refuses layers without bounds
         return cls(threat)
 
     def __call__(
