@@ -482,9 +482,13 @@ def test_files_that_hold_no_weights_are_refused(small, tmp_path):
     torch.save({"epoch": 3, "loss": 0.1}, tmp_path / "w.pth")
     with pytest.raises(InputError, match=r"holds no state dict.*got dict with keys epoch, loss"):
         load_classifier("small", str(tmp_path / "w.pth"))
-    (tmp_path / "text.pth").write_text("no weights")
-    with pytest.raises(InputError, match=r"text.pth was refused: it is damaged.*save only the state dict"):
-        load_classifier("small", str(tmp_path / "text.pth"))
+    for text, words in (("version https://git-lfs", "version https://git'"), ("", "''")):
+        (tmp_path / "text.pth").write_text(text)
+        with pytest.raises(InputError, match=f"text.pth is no file of torch.save, it begins with {words}.*download"):
+            load_classifier("small", str(tmp_path / "text.pth"))
+    (tmp_path / "old.pth").write_bytes(pickle.dumps(print))
+    with pytest.raises(InputError, match=r"old.pth was refused: it is damaged.*save only the state dict"):
+        load_classifier("small", str(tmp_path / "old.pth"))
     (tmp_path / "w.txt").write_text("x")
     with pytest.raises(InputError, match=r"expected a weight file ending in .safetensors, .pth"):
         load_classifier("small", str(tmp_path / "w.txt"))
