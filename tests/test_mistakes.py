@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import patchproof as pp
 from patchproof.data import spread_indices
+from patchproof.runs import training_images
 from patchproof.runs.executors import InProcess
 from patchproof.settings import DEFENSE_OPTIONS
 
@@ -73,6 +75,8 @@ def test_images_that_are_none_are_refused_by_predict_and_certify(name):
         (IMAGES.numpy(), r"float32 tensor with values in \[0, 1\], not ndarray, float32 of \(2, 3, 16, 16\)"),
         (IMAGES.double(), r"not torch.float64 of .*e.g. torch.as_tensor\(images\).float\(\)"),
         (IMAGES.half(), "not torch.float16"),
+        (IMAGES.to("meta"), "must be a dense tensor with values, not torch.strided on the device meta"),
+        (IMAGES.to_sparse(), r"not torch.sparse_coo on .*; e.g. images.to_dense\(\)"),
         ((IMAGES * 255).byte(), "not torch.uint8 .*bytes divided by 255"),
         (Image.new("RGB", (16, 16)), "float32 tensor .*not Image"),
         (IMAGES * 255, r"values in \[0, 1\], not from .* to 25\d.*divide bytes by 255"),
@@ -138,6 +142,13 @@ def test_broken_images_and_odd_calls_are_met_as_they_were(tmp_path):
     choose = pp.masking_strategy("greedy", image_size=(16, 16), generator=torch.Generator())
     with pytest.raises(pp.InputError, match="labels run from 0 to 7"):
         choose(Net().eval(), IMAGES, torch.tensor([0, 7]))
+    for images, labels, words in (
+        (IMAGES.numpy(), LABELS, "images must be a float32 tensor .*, not ndarray"),
+        (IMAGES, LABELS.float(), "one int64 number for each of the 2 images, not torch.float32"),
+        (IMAGES, LABELS[:1], r"one int64 number for each of the 2 images, not torch.int64 of \(1,\)"),
+    ):
+        with pytest.raises(pp.InputError, match=words):
+            choose(Net().eval(), images, labels)
     with pytest.raises(pp.InputError, match="target must be one of predicted, label, not 'true'"):
         pp.masking_strategy("gutout", image_size=(16, 16), generator=torch.Generator(), target="true")
     with pytest.raises(pp.InputError, match=r"image_size must be at least one pixel each way"):
@@ -256,6 +267,36 @@ def test_constructors_name_the_parameter():
             (lambda fill=fill: build(fill=fill), r"fill must be one number in \[0, 1\] per channel")
             for fill in (7, 0.5, "grey", (7, 7, 7), (float("nan"),) * 3)
         ),
+        *(
+            (lambda own=own: build("smoothed-vit", **own), rf"classifier.{next(iter(own))} must be {words}")
+            for own, words in (
+                ({"input_size": 16}, r"\(height, width\) in whole numbers, not 16"),
+                ({"class_names": 5}, "a list of names or None, not 5"),
+                ({"class_names": "abcd"}, "a list of names or None, not 'abcd'"),
+                ({"num_classes": "4"}, "a whole number, not '4'"),
+                ({"interpolation": "cubic"}, "one of nearest, bilinear, bicubic, not 'cubic'"),
+            )
+        ),
+        (
+            lambda: pp.load_classifier("small", "embedded", class_names="ten"),
+            "class_names must be a list of names or N",
+        ),
+        *(
+            (lambda seed=seed, make=make: make(seed=seed), rf"seed must be in \[0, 2\^63\), not {seed}")
+            for seed in (-1, 2**70)
+            for make in (pp.Plan, pp.AttackPlan, lambda seed: pp.load_classifier("small", "random", seed=seed))
+        ),
+        (
+            lambda: pp.defense("patchcleanser", Net(), THREAT, exhaustive="no"),
+            "exhaustive must be True or False, not 'no'",
+        ),
+        (lambda: replace(build(), exhaustive="no"), "exhaustive must be True or False, not 'no'"),
+        (lambda: pp.Plan(mask_patch="3"), "a patch looks like 3%, 39px or 20x60px, not `3`"),
+        (
+            lambda: pp.Plan(strategy=lambda classifier, images, labels: None),
+            "strategy must be a pp.MaskingStrategy, .*'i",
+        ),
+        (lambda: pp.check_classifier(Net().eval(), IMAGES, THREAT), "masks must be a pp.MaskSet, .*, not PatchThreat"),
         (lambda: build(fill=(0.1, 0.2)).predict(IMAGES), "fill has 2 channels, the images have 3"),
     ):
         with pytest.raises(pp.InputError, match=words):
@@ -339,12 +380,25 @@ def test_options_of_a_defence_that_are_counted_are_whole_numbers(name, option, v
 
 @pytest.mark.parametrize("label", [-1, 99])
 @pytest.mark.parametrize("known", [{}, {"num_classes": 4}])
-def test_a_wrong_label_is_refused_before_tau_is_measured(monkeypatch, label, known):
+def test_a_wrong_label_is_refused_before_tau_is_measured_and_before_training(monkeypatch, label, known):
     """Also of a network that does not say how many classes it has; an image that cannot be read has no label."""
     monkeypatch.setattr("patchproof.runs._certify.measure_tau", lambda *_, **__: pytest.fail("τ is measured"))
     data = [(IMAGES[0] * 255, -1), (IMAGES[0], 0), (IMAGES[1], label)]
     with pytest.raises(pp.InputError, match=f"image 2 has the label {label}; labels are 0 to 3"):
         pp.certify(build(**known), data)
+    monkeypatch.setattr("patchproof.training.loop.Trainer.run", lambda _: pytest.fail("it trains"))
+    good, plan = [(IMAGES[0], 0), (IMAGES[1], 1)], pp.Plan(strategy="none", epochs=1, batch_size=2)
+    for kind, images, validation in (("training", data, good), ("validation", good, data)):
+        with pytest.raises(pp.InputError, match=f"^{kind} image 2 has the label {label}; labels are 0 to 3"):
+            pp.train(Net(**known), images, plan, validation=validation, skip_bad=True)
+
+
+def test_a_folder_without_images_to_validate_on_says_so(tmp_path):
+    for name in "ab":
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / "train" / name / "0.png")
+    with pytest.raises(pp.InputError, match=r"has no images to validate on, .*; name others as validation"):
+        training_images(str(tmp_path))
 
 
 def test_one_output_is_not_two_classes():

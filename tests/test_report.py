@@ -24,6 +24,7 @@ from patchproof.report._tables import Column, Table, csv_text, duration, latex, 
 from patchproof.runs._folder import RunFolder
 from patchproof.runs._reading import class_words, printable, read_run, read_runs
 from patchproof.runs._record import Rate, Record
+from patchproof.runs._status import run_status
 from patchproof.types import CheckError, InputError
 from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
 
@@ -444,7 +445,8 @@ def limit_afterwards(folder: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], object], str, int]] = [
     (damage_last_line, r"the last line of records.jsonl is cut short and left out", 59),
     (damage_last_line, r"partial: 59 of 60 images are done; resume the run to finish it", 59),
-    (damage_a_line, r"2 lines are damaged in records.jsonl and left out: 5, 10", 58),
+    (damage_a_line, r"^damaged: 2 lines of records.jsonl, left out: 5, 10$", 58),
+    (damage_a_line, r"partial: 58 of 60 .* just the failures; remove line 5 of .*, then continue with resume", 58),
     (repeat_a_line, r"1 record repeats an image; the first of each counts", 60),
     (contradict, r"results.json contradicts the records, which count: it says certified (\d+) of 60, the records", 60),
     (certify_a_wrong_answer, r"images are recorded as certified but answered wrong, which a certificate rules out", 60),
@@ -486,11 +488,18 @@ def test_notices_stand_above_the_numbers_and_the_rest_is_shown(report, folder, d
 def test_a_digit_changed_in_a_record_is_found_by_its_checksum(tmp_path):
     folder = RunFolder(write_run(tmp_path / "run", manifest(count=30), []).resolve())
     folder.append([record.line().encode() for record in random_records(30)], {})
-    assert not [text for text in read_run(folder.path).notices if "damaged" in text]
+    assert not [text for text in read_run(folder.path).notices if re.search("damaged|checksums", text)]
     lines = folder.records_path.read_text().splitlines(keepends=True)
     lines[6] = lines[6].replace('"forwards": ', '"forwards": 1')
     folder.records_path.write_text("".join(lines))
-    assert "1 line is damaged in records.jsonl and left out: 7" in read_run(folder.path).notices
+    run = read_run(folder.path)
+    assert "damaged: 1 line of records.jsonl, left out: 7" in run.notices
+    assert run_status(run).startswith("damaged: 1 line of records.jsonl; ")
+    assert not [text for text in run.notices if "resume the run to finish it" in text]
+    folder.sums_path.unlink()
+    run = read_run(folder.path)
+    assert "checksums are missing: 30 lines of records.jsonl could have been changed unnoticed" in run.notices
+    assert "; checksums are missing" in run_status(run)
 
 
 def test_bad_images_are_said_and_counted_nowhere(tmp_path):
@@ -532,7 +541,7 @@ def test_what_is_no_run_is_named_and_exits_with_two(tmp_path, capsys, monkeypatc
     ("damage", "words"),
     [
         (lambda f: (f / "results.json").unlink(), "results.json is missing or damaged: training was stopped"),
-        (lambda f: (f / "log.jsonl").write_text('{"kind": "cat"}\n'), "1 line is damaged in log.jsonl and left out: 1"),
+        (lambda f: (f / "log.jsonl").write_text('{"kind": "cat"}\n'), "damaged: 1 line of log.jsonl, left out: 1"),
         (lambda f: (f / "log.jsonl").write_text(""), "partial: 0 of 20 steps are done; resume the run to finish it"),
     ],
 )  # fmt: skip
@@ -551,7 +560,7 @@ def test_a_training_run_is_a_row_and_its_notices_are_on_the_page(tmp_path):
     (row,) = table(report, "training")
     assert (row["strategy"], row["extra passes per image"], row["best epoch"]) == ("greedy", "25", "4")
     assert (row["certified k"], row["certified n"], row["seconds"]) == ("20", "50", "3.5")
-    assert "1 line is damaged in log.jsonl and left out: 25" in shown(report).text
+    assert "damaged: 1 line of log.jsonl, left out: 25" in shown(report).text
 
 
 def test_a_training_names_the_defence_that_validated_it_with_its_guarantee(tmp_path):

@@ -161,6 +161,10 @@ def test_a_teacher_answers_for_the_same_masked_copies(generator):
     for wrong, words in (
         (load_classifier("small", "random", class_names=("a", "b", "y")), "lacks 1 of the network's 3 classes, e.g. c"),
         (load_classifier("small", "random", num_classes=4), "the teacher has 4 classes, the network 3"),
+        *(
+            (nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, n)), f"the teacher has {n} classes, the network 3")
+            for n in (2, 5)
+        ),
         (load_classifier("small", "random", num_classes=3, input_size=(32, 32)), r"takes images of \(32, 32\)"),
     ):
         with pytest.raises(InputError, match=words):
@@ -220,7 +224,7 @@ def test_batches_of_one_image_are_refused_only_where_batchnorm_would_fail():
             trainer(dataclasses.replace(PLAN, **change))
     run = trainer(dataclasses.replace(PLAN, strategy="rand3x3", batch_size=1, head_only=True, epochs=1), count=3)
     assert [report.images for report in run.run()] == [1, 1, 1]
-    with pytest.raises(InputError, match="1 training images are too few"):
+    with pytest.raises(InputError, match="1 training images are too few for one batch; give at least 2"):
         trainer(PLAN, count=1)
 
 

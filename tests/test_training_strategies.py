@@ -280,7 +280,7 @@ def test_labels_out_of_range_and_images_of_another_size_are_refused(name):
     strategy = build(name, (28, 28))
     with pytest.raises(InputError, match="labels run from 0 to 4, but the classifier has the outputs 0 to 3"):
         strategy(classifier, torch.rand(2, 3, 28, 28), torch.tensor([0, 4]))
-    with pytest.raises(InputError, match=r"the images are \(20, 28\), the strategy is for \(28, 28\)"):
+    with pytest.raises(InputError, match=r"height and width \(28, 28\), not \(2, 3, 20, 28\)"):
         strategy(classifier, torch.rand(2, 3, 20, 28), torch.tensor([0, 1]))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds
+from patchproof.types import InputError, Precision, PrecisionChoice, require_kinds, require_seed
 
 LossName = Literal["cross-entropy", "bagcert", "ibp"]
 Optimizer = Literal["sgd", "adamw"]
@@ -49,7 +49,7 @@ class Engine(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchCleanserOptions:
+class PatchCleanserOptions(Checked):
     """Options of `patchcleanser`."""
 
     per_axis: int = 3
@@ -59,7 +59,7 @@ class PatchCleanserOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlarmOptions:
+class AlarmOptions(Checked):
     """Options of `alarm`."""
 
     per_axis: int = 3
@@ -155,6 +155,7 @@ class AttackPlan(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_seed(self.seed)
         for name in ("steps", "restarts", "places"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -255,7 +256,6 @@ class TrainingSettings(Checked):
             ),
             ("loss", self.loss == "cross-entropy" or self.teacher is None, "must be cross-entropy with a teacher"),
             *((name, getattr(self, name) >= 1, "must be at least 1") for name in counts),
-            ("seed", 0 <= self.seed < 2**63, "must be in [0, 2^63)"),
             ("learning_rate", 0 < rate < math.inf, "must be positive and finite"),
             ("warmup_epochs", 0 <= self.warmup_epochs <= self.epochs, "must be in [0, epochs]"),
             ("momentum", 0 <= self.momentum < 1, "must be in [0, 1)"),
@@ -270,6 +270,7 @@ class TrainingSettings(Checked):
         for name, holds, rule in rules:
             if not holds:
                 raise InputError(f"{name} {rule}, not {getattr(self, name)}")
+        require_seed(self.seed)
         self.tries()
 
     def tries(self) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -68,22 +68,28 @@ KINDS: Mapping[Any, tuple[Any, str]] = {
 """For a type: the types of values that are accepted for it, and its name in messages."""
 
 
-def require_kinds(annotated: Any, values: Mapping[str, Any]) -> None:
-    """Refuse values that the annotations of a function or class rule out.
+def require_kinds(annotated: Any, values: Mapping[str, Any], owner: str = "") -> None:
+    """Refuse values that the annotations of a function or class rule out; messages put `owner` before their names.
 
-    Checked are plain types and classes, callables, mappings, literals, tuples of fixed length (as any sequence) and
-    unions. A blank path is refused: it would mean the current folder, or a folder that nobody sees. Types that a
-    function imports when it is called are looked up in `values`.
+    Checked are plain types and classes, callables, mappings, literals, tuples of fixed length (as any sequence), lists
+    of names (Sequence[str]) and unions. A blank path is refused: it would mean the current folder, or a folder that
+    nobody sees. Types that a function imports when it is called are looked up in `values`.
     """
     hints = get_type_hints(annotated, localns=dict(values))
     for name, value in values.items():
         hint = hints.get(name, Any)
         if get_origin(hint) is Literal:
-            require_one_of(name, value, get_args(hint))
+            require_one_of(owner + name, value, get_args(hint))
         elif not _fits(value, hint) or (Path in (hint, *get_args(hint)) and is_blank(value)):
             default = getattr(annotated, name, None) if hint is str else None
             example = f", e.g. {default!r}" if isinstance(default, str) else ""
-            raise InputError(f"{name} must be {_words(hint)}{example}, not {' '.join(repr(value).split()):.60}")
+            raise InputError(f"{owner}{name} must be {_words(hint)}{example}, not {' '.join(repr(value).split()):.60}")
+
+
+def require_seed(seed: int) -> None:
+    """Refuse a seed that torch cannot take, or takes as another one."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed must be in [0, 2^63), not {seed}")
 
 
 def is_blank(path: Any) -> bool:
@@ -117,6 +123,8 @@ def _fits(value: Any, hint: Any) -> bool:
         except TypeError:  # a tensor of one number has no items
             items = []
         return len(items) == len(parts) and all(map(_fits, items, parts))
+    if hint == Sequence[str]:  # text is a sequence of letters
+        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(x, str) for x in value)
     if origin is Literal:
         return value in parts
     if origin in (Callable, Mapping):
@@ -135,6 +143,8 @@ def _words(hint: Any) -> str:
         return " or ".join(f"`{word}`" for word in parts)
     if origin is tuple:
         return "(height, width) in whole numbers" if hint == Size else f"({', '.join(map(_words, parts))})"
+    if hint == Sequence[str]:
+        return "a list of names"
     if origin in (Callable, Mapping):
         return "a function" if origin is Callable else "a mapping"
     if parts:

@@ -16,6 +16,7 @@ from patchproof.data._loading import preprocess as preprocess
 from patchproof.data._loading import require_workers as require_workers
 from patchproof.data._loading import spread_indices as spread_indices
 from patchproof.data._named import DATASETS as DATASETS
+from patchproof.data._named import NoSplitError as NoSplitError
 from patchproof.data._named import open_dataset as open_dataset
 from patchproof.data._sources import EXTENSIONS as EXTENSIONS
 from patchproof.data._sources import ArraySource as ArraySource

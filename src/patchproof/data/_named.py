@@ -49,6 +49,10 @@ DATASETS = tuple(_KNOWN)
 """The names that `open_dataset` knows; anything else must be a folder of class folders."""
 
 
+class NoSplitError(InputError):
+    """A data set is there, but not the split that was asked for."""
+
+
 @typed
 def open_dataset(
     dataset: str | Path, *, data_dir: Path | None = None, split: str | None = None, download: bool = False
@@ -157,8 +161,8 @@ def _with_alias(split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((split, *_VALIDATION, "test"))) if split in _VALIDATION else (split,)
 
 
-def _no_split(where: str, split: str, existing: Sequence[str]) -> InputError:
-    return InputError(f"{where} has no split {split!r}; choose one of: {', '.join(existing)}")
+def _no_split(where: str, split: str, existing: Sequence[str]) -> NoSplitError:
+    return NoSplitError(f"{where} has no split {split!r}; choose one of: {', '.join(existing)}")
 
 
 @contextmanager

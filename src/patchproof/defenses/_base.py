@@ -18,12 +18,11 @@ from patchproof.masking import (
     Measured,
     check_classifier,
     default_batch,
-    label_range,
-    require_classes,
 )
-from patchproof.models import fingerprint
+from patchproof.masking import require_labels as require_labels
+from patchproof.models import fingerprint, require_attributes
 from patchproof.settings import NoOptions
-from patchproof.types import CheckError, InputError, kind_of
+from patchproof.types import CheckError, InputError, kind_of, require_kinds
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -154,16 +153,6 @@ def device_of(defense: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def require_labels(labels: Tensor, count: int, *, classes: int | None = None) -> None:
-    """Refuse anything but one int64 label per image and, if `classes` is given, labels that the classifier lacks."""
-    if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
-        raise InputError(
-            f"labels must be a tensor of one int64 number for each of the {count} images, not {kind_of(labels)}"
-        )
-    if classes is not None:
-        require_classes(label_range(labels), classes)
-
-
 class OwnDefense:
     """Base class of the package's defences: one patch, computed in float64, unless a subclass says otherwise.
 
@@ -194,6 +183,9 @@ class OwnDefense:
                 f"classifier must be a callable from images to logits, not {kind_of(self.classifier)}; "
                 "pp.load_classifier makes one from a name"
             )
+        require_attributes(self.classifier)
+        own = {name: getattr(self, name) for name in self.Options.__dataclass_fields__ if hasattr(self, name)}
+        require_kinds(self.Options, own)
         if self.threat.patches > self.most_patches:
             raise InputError(
                 f"{self.name} certifies against one patch, not {self.threat.patches}; patchcleanser and alarm know two"

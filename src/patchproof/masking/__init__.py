@@ -25,6 +25,7 @@ from patchproof.masking._images import fill_colour as fill_colour
 from patchproof.masking._images import images_ahead as images_ahead
 from patchproof.masking._images import masks_for as masks_for
 from patchproof.masking._images import occlude as occlude
+from patchproof.masking._images import require_batch as require_batch
 from patchproof.masking._images import require_images as require_images
 from patchproof.masking._images import show as show
 from patchproof.masking._labels import Audit as Audit
@@ -33,6 +34,7 @@ from patchproof.masking._labels import Redone as Redone
 from patchproof.masking._labels import label_margin as label_margin
 from patchproof.masking._labels import label_range as label_range
 from patchproof.masking._labels import require_classes as require_classes
+from patchproof.masking._labels import require_labels as require_labels
 from patchproof.masking._labels import top_two as top_two
 from patchproof.masking._memory import default_batch as default_batch
 from patchproof.masking._memory import out_of_memory as out_of_memory

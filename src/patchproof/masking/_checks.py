@@ -22,7 +22,7 @@ from patchproof.masking._images import require_images
 from patchproof.masking._labels import Measured, label_margin, top_two
 from patchproof.masking._memory import out_of_memory
 from patchproof.settings import Engine
-from patchproof.types import CheckError, Classifier, InputError, Precision, PrecisionChoice
+from patchproof.types import CheckError, Classifier, InputError, Precision, PrecisionChoice, kind_of
 
 COPIES = 512
 """Masked copies that are compared, each of another image if there are enough images."""
@@ -108,6 +108,8 @@ def check_classifier(
     well as float32. The engine returned has τ, a batch size that fits into memory and, in place of `auto`, whatever
     decides labels fastest. `work` is the number of passes ahead.
     """
+    if not isinstance(masks, MaskSet | Fields):
+        raise InputError(f"masks must be a pp.MaskSet, e.g. covering_masks(threat, per_axis=3), not {kind_of(masks)}")
     require_images(images, masks.image_size)
     if not len(images):
         raise InputError("images must be at least one, to measure τ on")

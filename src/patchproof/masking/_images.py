@@ -25,18 +25,28 @@ COPYING = Lock()
 """Held while `images_ahead` copies a batch to the GPU: its thread must not allocate while a CUDA graph is recorded."""
 
 
-def require_images(images: Any, image_size: Size) -> None:
-    """Refuse anything but a batch of float32 images in [0, 1] of this size."""
+def require_batch(images: Any, image_size: Size) -> None:
+    """Refuse anything but a batch of float32 images of this size, without reading a value from the device."""
     if not isinstance(images, Tensor) or images.dtype != torch.float32:
         raise InputError(
             f"images must be a float32 tensor with values in [0, 1], not {kind_of(images)}; e.g. "
             "torch.as_tensor(images).float(), bytes divided by 255"
+        )
+    if images.layout != torch.strided or images.is_meta:
+        raise InputError(
+            f"images must be a dense tensor with values, not {images.layout} on the device {images.device}; "
+            "e.g. images.to_dense()"
         )
     if images.ndim != 4 or tuple(images.shape[-2:]) != image_size:
         raise InputError(
             "images must have the shape (images, channels, height, width) with the threat's height and width "
             f"{image_size}, not {tuple(images.shape)}; resize or permute them, or build the threat for their size"
         )
+
+
+def require_images(images: Any, image_size: Size) -> None:
+    """Refuse anything but a batch of float32 images in [0, 1] of this size."""
+    require_batch(images, image_size)
     smallest, largest = torch.stack(images.aminmax()).tolist() if images.numel() else (0, 0)
     if not 0 <= smallest <= largest <= 1:  # NaN fails too
         raise InputError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.settings import Engine
-from patchproof.types import InputError, Precision
+from patchproof.types import InputError, Precision, kind_of
 
 SHARES = 10  # the audit counts margin changes up to 10%, 20%, …, 100% of what τ allows
 
@@ -42,6 +43,16 @@ def require_classes(labels: tuple[int, int] | None, classes: int) -> None:
         raise InputError(
             f"labels run from {labels[0]} to {labels[1]}, but the classifier has the outputs 0 to {classes - 1}"
         )
+
+
+def require_labels(labels: Any, count: int, *, classes: int | None = None) -> None:
+    """Refuse anything but one int64 label per image and, if `classes` is given, labels that the classifier lacks."""
+    if not (isinstance(labels, Tensor) and labels.shape == (count,) and labels.dtype == torch.int64):
+        raise InputError(
+            f"labels must be a tensor of one int64 number for each of the {count} images, not {kind_of(labels)}"
+        )
+    if classes is not None:
+        require_classes(label_range(labels), classes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from patchproof.models._classifier import classifier_summary as classifier_summa
 from patchproof.models._classifier import mask_colour as mask_colour
 from patchproof.models._classifier import match_labels as match_labels
 from patchproof.models._classifier import only_prepares as only_prepares
+from patchproof.models._classifier import require_attributes as require_attributes
 from patchproof.models._classifier import rewrap as rewrap
 from patchproof.models._classifier import weights_sha256 as weights_sha256
 from patchproof.models._files import SEAL as SEAL

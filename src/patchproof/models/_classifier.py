@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, token_size
 from patchproof.models._twin import Twin, structure_of
-from patchproof.types import Classifier, InputError, Interpolation, Size, require_one_of
+from patchproof.types import Classifier, InputError, Interpolation, Size, require_kinds, require_one_of, require_seed
 
 
 class Wrapped:
@@ -93,6 +93,8 @@ class ImageClassifier(Wrapped, nn.Module):
         drop_tokens: bool = False,
     ) -> None:
         super().__init__()
+        given = {"input_size": input_size, "num_classes": num_classes, "class_names": class_names}
+        require_kinds(ImageClassifier.__init__, given)
         shift, scale = tuple(map(float, mean)), tuple(map(float, std))
         size: Any = tuple(map(int, input_size))
         names = None if class_names is None else tuple(class_names)
@@ -224,6 +226,7 @@ def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **ch
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Start torch's CPU generator at `seed`, and restore it afterwards. No other generator is touched."""
+    require_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -243,6 +246,15 @@ def mask_colour(classifier: Classifier) -> tuple[float, ...] | None:
             f"the classifier's fill must be one number in [0, 1] per channel, e.g. (0.5, 0.5, 0.5), not {fill!r:.60}"
         )
     return values
+
+
+def require_attributes(classifier: Classifier) -> None:
+    """Refuse attributes of any classifier that an ImageClassifier cannot have."""
+    names = ("input_size", "num_classes", "class_names", "interpolation", "crop_pct")
+    given = {name: getattr(classifier, name, None) for name in names}
+    known = {name: value for name, value in given.items() if value is not None}
+    require_kinds(ImageClassifier.__init__, known, "classifier.")
+    mask_colour(classifier)
 
 
 def weights_sha256(classifier: Classifier) -> str | None:

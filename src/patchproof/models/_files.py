@@ -51,6 +51,13 @@ def read_state(path: Path) -> State:
     try:
         if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
+        with path.open("rb") as file:
+            head = file.read(20)
+        if not head.startswith((b"PK", b"\x80")):  # a zip, or in old files a pickle
+            raise InputError(
+                f"{path} is no file of torch.save, it begins with {str(head)[1:]}: perhaps a web page or a Git LFS "
+                "pointer in place of the weights; download them again"
+            )
         if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
             raise InputError(f"{path} is compressed, which torch.save never does; save the weights again with it")
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)

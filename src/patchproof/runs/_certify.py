@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from patchproof.attacks import AttackPlan, OnStep
-from patchproof.data import BadImageError, Batch, as_source, load_groups, require_workers, spread_indices
+from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import Defense, assess, device_of, require_defense
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, as_images, images_ahead
 from patchproof.models import classifier_summary, weights_sha256
@@ -33,6 +33,7 @@ from patchproof.runs._manifest import (
     outputs_for,
     preprocessing_facts,
     preprocessing_for,
+    require_labels,
     stored_engine,
 )
 from patchproof.runs._measure import engine_of, measure_tau, output_count
@@ -264,14 +265,7 @@ class Session:
                         f"wrong number of classes: {self.source.name} has {named}, the classifier {classes} and no "
                         "class names to match by; give it class_names, or data with its classes"
                     )
-        classes = named or classes
-        known = "cannot be negative" if classes is None else f"are 0 to {classes - 1}"
-        for index in self.indices:
-            label = self.source.labels[index]
-            if label < 0 or (classes is not None and label >= classes):
-                with suppress(BadImageError):  # an image that cannot be read may have any label
-                    self.source.load(index)
-                    raise InputError(f"image {index} has the label {label}; labels {known}")
+        require_labels(self.source, self.indices, classes)
 
     def measure(self, earlier: Mapping[str, Any] | None) -> tuple[Measured, Drift] | None:
         """Measure τ. `auto` stands for the choice of an earlier session, or else for that of the main process."""

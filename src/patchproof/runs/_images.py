@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from patchproof.data import ImageSource, open_dataset
+from patchproof.data import ImageSource, NoSplitError, open_dataset
 from patchproof.types import InputError
 
 OTHERS = "name others as validation"
@@ -56,7 +56,10 @@ def training_images(
     if not (split or validation or divided):
         raise InputError(f"{dataset} has no folder `train`; if it holds the classes itself, {OTHERS}")
     source = opened(split or ("train" if divided else None))
-    held_out = open_dataset(validation) if validation else opened("val")
+    try:
+        held_out = open_dataset(validation) if validation else opened("val")
+    except NoSplitError as error:
+        raise InputError(f"{dataset} has no images to validate on, no split `val` or `test`; {OTHERS}") from error
     tested = opened(None) if divided else held_out
     if not split and tested.split == source.split:  # there are no images to test on but those that choose
         tested = held_out

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchproof.data import FolderSource, ImageSource, default_preprocessing, open_class_folders
+from patchproof.data import BadImageError, FolderSource, ImageSource, default_preprocessing, open_class_folders
 from patchproof.masking import Drift, Measured
 from patchproof.models import EMBEDDED_SOURCE, match_labels
 from patchproof.types import BEGIN_AGAIN, CheckError, InputError, PatchproofError, Preprocessing, Size
@@ -79,6 +80,21 @@ def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -
 def outputs_for(source: ImageSource, classifier: Any) -> Tensor | None:
     """Classifier output for each label of the source; None if its classes have no names, so that labels are outputs."""
     return torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
+
+
+def require_labels(source: ImageSource, indices: Sequence[int], classes: int | None, kind: str = "") -> None:
+    """Refuse labels that are no class of the source or, if its classes have no names, no output of the classifier.
+
+    An image that cannot be read may have any label.
+    """
+    classes = len(source.class_names) or classes
+    known = "cannot be negative" if classes is None else f"are 0 to {classes - 1}"
+    for index in indices:
+        label = source.labels[index]
+        if label < 0 or (classes is not None and label >= classes):
+            with suppress(BadImageError):
+                source.load(index)
+                raise InputError(f"{kind}image {index} has the label {label}; labels {known}")
 
 
 def source_facts(source: ImageSource, indices: Sequence[int] | None = None) -> dict[str, Any]:

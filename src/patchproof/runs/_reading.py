@@ -225,7 +225,7 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
     planned, available = map(int, images.groups())
     guarantee = manifest.get("guarantee") or defense["guarantee"]
     require_one_of("guarantee", guarantee, ("recovery", "detection"))
-    read, notices = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
+    read, notices, damaged = _lines(folder / "records.jsonl", Record.parse, folder / "records.crc")
     first: dict[int, Record] = {}
     for record in read:
         first.setdefault(record.index, record)  # a repeated image counts once
@@ -267,10 +267,12 @@ def _certification(folder: Path, name: str, manifest: dict[str, Any]) -> StoredC
         tau=None if tau is None else float(tau),
         exhaustive=defense.get("exhaustive") is True,
     )
-    return replace(run, notices=(*notices, *_notices(run, results, repeated=len(read) - len(first))))
+    return replace(run, notices=(*notices, *_notices(run, results, len(read) - len(first), damaged)))
 
 
-def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, repeated: int) -> Iterator[str]:
+def _notices(
+    run: StoredCertification, results: Mapping[str, Any] | None, repeated: int, damaged: Sequence[int]
+) -> Iterator[str]:
     """Remarks on the network, odd records, why they do not cover the data set, and contradictions with results.json."""
     yield from map(printable, run.manifest.get("remarks") or ())
     if repeated:
@@ -285,7 +287,13 @@ def _notices(run: StoredCertification, results: Mapping[str, Any] | None, *, rep
         yield f"{words} recorded as certified but answered wrong, which a certificate rules out"
     if run.planned < run.available:
         yield f"partial: {run.planned:,} of {run.available:,} images were asked for"
-    if len(run.records) < run.planned:
+    if damaged:
+        yield (
+            f"partial: {len(run.records):,} of {run.planned:,} images are counted, without those of damaged lines, "
+            f"which may be just the failures; remove line {damaged[0]} of records.jsonl and all lines after it, then "
+            "continue with resume=True"
+        )
+    elif len(run.records) < run.planned:
         yield f"partial: {len(run.records):,} of {run.planned:,} images are done; {_goes_on(run.folder)}"
     bad = len(run.records) - len(run.good)
     if bad:
@@ -317,7 +325,7 @@ def is_planned(image: int, planned: int, available: int) -> bool:
 
 
 def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraining:
-    found, notices = _lines(folder / "log.jsonl", _log_line)
+    found, notices, _ = _lines(folder / "log.jsonl", _log_line)
     losses = dict(value for value in found if not isinstance(value, StoredEpoch))
     epochs = {value.epoch: value for value in found if isinstance(value, StoredEpoch)}
     results, done, total = read_results(folder), max(losses, default=0), manifest.get("steps")
@@ -382,22 +390,28 @@ def _epoch(values: Mapping[str, Any]) -> StoredEpoch:
     return StoredEpoch(index(values["epoch"]), index(values["step"]), **found, one_class=one_class)
 
 
-def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str]]:
-    """Parse the sound lines of a JSONL file, plain or packed (.xz); return their values, and notices about others."""
+def _lines(path: Path, parse: Callable[[str], Any], sums: Path | None = None) -> tuple[list[Any], list[str], list[int]]:
+    """Parse the sound lines of a JSONL file, plain or packed (.xz).
+
+    Return their values, notices about the other lines, and the numbers of those that are damaged.
+    """
     packed = path.with_name(f"{path.name}.xz")
     try:
         content = path.read_bytes() if path.exists() or not packed.exists() else lzma.decompress(packed.read_bytes())
         *lines, cut = content.split(b"\n")
     except (OSError, lzma.LZMAError):
-        return [], [f"{path.name} is missing or cannot be read"]
+        return [], [f"{path.name} is missing or cannot be read"], []
     known = sums.read_text("ascii", errors="replace").split("\n")[:-1] if sums and sums.is_file() else []
     values, damaged = read_lines(lines, parse, known)
     notices = [f"the last line of {path.name} is cut short and left out"] if cut else []
     if damaged:
         which = shortened(", ".join(map(str, damaged)), 60)
-        words = count_words(len(damaged), "line is", "lines are")
-        notices.append(f"{words} damaged in {path.name} and left out: {which}")
-    return values, notices
+        notices.append(f"damaged: {count_words(len(damaged), 'line', 'lines')} of {path.name}, left out: {which}")
+    # Older runs have neither a progress.jsonl nor always checksums.
+    if sums and len(known) < len(lines) and path.exists() and path.with_name("progress.jsonl").exists():
+        words = count_words(len(lines) - len(known), "line", "lines")
+        notices.append(f"checksums are missing: {words} of {path.name} could have been changed unnoticed")
+    return values, notices, list(damaged)
 
 
 def _text(value: Any) -> str | None:

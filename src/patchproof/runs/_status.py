@@ -27,19 +27,22 @@ def run_status(run: StoredCertification | StoredTraining) -> str:
     unfinished = "running" if being_written(run.folder) else "stopped"
     written = (run.folder / "results.json").exists()
     partial = [notice for notice in run.notices if notice.startswith("partial")]
-    doubts = [notice.partition(": ")[0] for notice in run.notices if notice not in partial]
+    damaged = [notice.partition(", left out")[0] for notice in run.notices if notice.startswith("damaged: ")]
+    doubts = [n.partition(": ")[0] for n in run.notices if not n.startswith(("partial", "damaged: "))]
     if isinstance(run, StoredTraining):
         state = "trained" if written and not partial else unfinished
         state += " (validation)" if run.best else " (no validation)"
-        doubts = partial + doubts
+        doubts = partial + damaged + doubts
         one_class = run.best is not None and run.best.one_class
     else:
         done, planned = len(run.records), run.planned or len(run.records)
-        if not done and not written:
+        if not (done or written or damaged):
             return f"{unfinished}; 0 of {planned} done"
         state = "complete" if len(run.good) == run.available else "partial"
         if done < planned:
             state = f"{unfinished}; {done} of {planned} done"
+        if damaged:
+            state = damaged[0]
         if run.guarantee != "recovery":
             state += f", {run.guarantee}"
         attacked = Tally(["attacked"]).add(run.attacks).rates()["attacked"]

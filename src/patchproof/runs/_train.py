@@ -29,6 +29,7 @@ from patchproof.runs._manifest import (
     outputs_for,
     preprocessing_facts,
     preprocessing_for,
+    require_labels,
     source_facts,
 )
 from patchproof.runs._measure import output_count
@@ -135,6 +136,7 @@ def train(
     masks = masks_for(network, threat, per_axis=3), masks_for(network, threat, per_axis=6)
     shipped = copy.deepcopy(network).to(accelerator.device)
     images = {"train": source_facts(source, training_data.indices)}
+    require_labels(source, training_data.indices, network.num_classes, "training ")
     validate = None
     if validation is not None:
         held_out = as_source(validation)
@@ -329,6 +331,7 @@ def _validation(
     n = sum(len(batch.indices) for batch in batches)
     if not n:
         raise InputError(f"none of the {len(indices)} validation images can be read")
+    require_labels(source, indices, classifier.num_classes, "validation ")
 
     def measure(classifier: ImageClassifier) -> dict[str, Any]:
         defended = defense(name, classifier.eval(), threat)

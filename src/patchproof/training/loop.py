@@ -317,7 +317,9 @@ def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> T
     if size not in (None, classifier.input_size):
         raise InputError(f"the teacher takes images of {size}, the network {classifier.input_size}")
     own, known = classifier.class_names, getattr(plan.teacher, "class_names", None)
-    count = getattr(plan.teacher, "num_classes", None) or classifier.num_classes
+    teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
+    answer = network(teacher, precision=plan.precision)
+    count = answer(torch.zeros(1, len(classifier.shift), *classifier.input_size, device=device), None).shape[1]
     outputs = torch.arange(classifier.num_classes)
     if own is not None and known is not None:
         missing = [name for name in own if name not in known]
@@ -326,8 +328,6 @@ def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> T
         outputs = torch.tensor([known.index(name) for name in own])
     elif count != classifier.num_classes:
         raise InputError(f"the teacher has {count} classes, the network {classifier.num_classes}")
-    teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
-    answer = network(teacher, precision=plan.precision)
     outputs = outputs.to(device)
     return lambda images, keep: answer(images, keep)[:, outputs]
 
@@ -353,5 +353,6 @@ def _steps_per_epoch(classifier: nn.Module, plan: Plan, images: int, processes: 
     whole, rest = divmod(images, plan.batch_size)
     steps = whole + (rest >= 2 * processes)
     if not steps:
-        raise InputError(f"{images} training images are too few for one batch")
+        least = min(2 * processes, plan.batch_size)
+        raise InputError(f"{images} training images are too few for one batch; give at least {least}")
     return steps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from patchproof.geometry import parse_patches
 from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
@@ -39,6 +41,15 @@ class Plan(TrainingSettings):
         super().__post_init__()
         if isinstance(self.strategy, str):
             require_strategy(self.strategy)
+        else:
+            try:
+                inspect.signature(self.strategy).bind(None, None, None, indices=None, epoch=0)
+            except TypeError as error:
+                raise InputError(
+                    "strategy must be a pp.MaskingStrategy, called as strategy(classifier, images, labels, indices=…, "
+                    f"epoch=…): {error}"
+                ) from error
+        parse_patches(self.mask_patch, (224, 224))  # refused now rather than when training begins
         for option, own in STRATEGY_OPTIONS.items():
             used = isinstance(self.strategy, str) and re.fullmatch(own, self.strategy)
             if not used and getattr(self, option) != getattr(Plan, option):

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from patchproof.geometry import Fields, MaskSet, inside
-from patchproof.masking import Copies, Engine, Evaluator, evaluating, label_range, require_classes
+from patchproof.masking import (
+    Copies,
+    Engine,
+    Evaluator,
+    evaluating,
+    label_range,
+    require_batch,
+    require_classes,
+    require_labels,
+)
 from patchproof.settings import Ablation, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
 from patchproof.types import Classifier, InputError, require_kinds
@@ -101,12 +110,8 @@ class BuiltIn:
     def __call__(
         self, classifier: Classifier, images: Images, labels: Labels, *, indices: Labels | None = None, epoch: int = 0
     ) -> VisibleCopies:
-        size, expected = tuple(images.shape[-2:]), self.mask_sets[0].image_size
-        if size != expected:
-            raise InputError(f"the images are {size}, the strategy is for {expected}")
-        classes = getattr(classifier, "num_classes", None)
-        if isinstance(classes, int):
-            require_classes(label_range(labels), classes)
+        require_batch(images, self.mask_sets[0].image_size)  # augmented pixels may be rounded to above 1
+        require_labels(labels, len(images), classes=getattr(classifier, "num_classes", None))
         if self.evaluator is None or self.evaluator.classifier is not classifier:
             self.evaluator = Evaluator(classifier, self.engine)
         self.evaluator.refresh()
