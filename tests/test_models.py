@@ -534,7 +534,7 @@ def test_factories_make_plain_wrapped_and_timm_networks(own, tmp_path):
     assert load_classifier(f"{own}:fixed", "random", input_size=(8, 8)).num_classes == 4
     wrapped = load_classifier(f"{own}:wrapped", "pretrained")
     assert (wrapped.class_names, wrapped.fill, wrapped.input_size) == (("no", "yes"), (0.25,) * 3, (8, 8))
-    assert wrapped.source == f"as made by {own}:wrapped"
+    assert wrapped.source == "weights as its factory makes them"
     from_timm = load_classifier("timm.models.resnet:resnet10t", "random", num_classes=3)
     assert (from_timm.input_size, from_timm.num_classes) == ((176, 176), 3)
     path = save_state(tmp_path / "w.safetensors", plain.module.state_dict())
@@ -545,10 +545,15 @@ def test_factories_make_plain_wrapped_and_timm_networks(own, tmp_path):
 
 def test_a_checkpoint_alone_never_runs_a_factory(own, tmp_path):
     save_checkpoint(load_classifier(f"{own}:wrapped", "random"), tmp_path / "c")
-    message = r"weights for the factory .*networks.py:wrapped; give model=.*networks.py:wrapped to have its code run"
+    message = (
+        r"weights for the factory .*:wrapped, whose code .*, in Python pp.load_classifier\('.*:wrapped', weights\)"
+    )
     for read in (load_checkpoint, checkpoint_architecture):
         with pytest.raises(InputError, match=message):
             read(tmp_path / "c")
+    (tmp_path / "checkpoint-last").mkdir()
+    with pytest.raises(InputError, match="checkpoint-best is not there; .* has the checkpoints: checkpoint-last"):
+        load_classifier("small", tmp_path / "checkpoint-best")
 
 
 @pytest.mark.parametrize(

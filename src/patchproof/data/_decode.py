@@ -86,8 +86,8 @@ def _opened(file: File) -> Iterator[Image.Image]:
             image = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError as error:
             known = f"not an image, or its header is damaged (known formats: {', '.join(FORMATS)})"
-            empty = name != "<stream>" and Path(name).stat().st_size == 0
-            raise BadImageError(name, "the file is empty" if empty else known) from error
+            size = Path(name).stat().st_size if isinstance(file, (str, os.PathLike)) else file.seek(0, os.SEEK_END)
+            raise BadImageError(name, known if size else "the file is empty") from error
         with image:
             if image.width * image.height > MAX_PIXELS:
                 raise Image.DecompressionBombError

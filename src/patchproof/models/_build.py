@@ -205,7 +205,7 @@ def build_own(spec: str, num_classes: int | None, input_size: Size | None) -> Im
             note(f"{spec} says no input size: 224×224 is assumed; give input_size")
         classifier = adopt(module, input_size=input_size or (224, 224), num_classes=1)
     size = input_size or classifier.input_size
-    classifier = rewrap(classifier, architecture=spec, source=f"as made by {spec}", input_size=size)
+    classifier = rewrap(classifier, architecture=spec, source="weights as its factory makes them", input_size=size)
     classes = count_logits(classifier)
     if num_classes not in (None, classes):
         raise InputError(

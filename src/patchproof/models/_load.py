@@ -176,6 +176,9 @@ def _find(model: str, weights: str, num_classes: int | None, size: Size | None, 
         return _from_file(path, model, num_classes, size)
     if on_hub or HUB_ID.fullmatch(weights):
         return _from_timm(model, weights, num_classes, size, repo=HUB_PREFIX.sub("", weights, count=1))
+    if path.parent.is_dir() and path.name.startswith("checkpoint-"):
+        there = ", ".join(sorted(one.name for one in path.parent.glob("checkpoint-*"))) or "none"
+        raise InputError(f"{weights} is not there; {path.parent} has the checkpoints: {there}")
     expected = ["`random`"]
     if tags:
         near = difflib.get_close_matches(weights, tags, n=3, cutoff=0.3) or tags[:3]
