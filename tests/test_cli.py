@@ -252,7 +252,9 @@ def test_cut_short_and_resumed_the_records_are_the_same_bytes(undisturbed, capsy
     assert certify(*arguments) == 0
     assert path.read_bytes() == expected
     assert content("whole", "results")["cost"]["batch_size"] is None  # nothing was evaluated
-    assert "begins" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("finished already: 24 of 24 images\n") == 1
+    assert "begins" not in said
     assert certify(*arguments[:-2], "whale", "--resume") == 0
     assert "note: whale holds no run to go on with: begins a new one" in capsys.readouterr().err
 
@@ -272,7 +274,9 @@ def test_a_run_does_not_go_on_where_tau_would_be_much_larger(undisturbed, capsys
     [
         (("--patch", "4px"), "--patch differs: patch_sizes was 5×5, now 4×4"),
         (("--limit", 25), "images was 24 of 1000, now 25 of 1000"),
-        (("--exhaustive",), "exhaustive was false, now true"),
+        (("--exhaustive",), "continued: --exhaustive was false, now true$"),
+        (("--image-size", 32), "continued: --image-size was 28×28, now 32×32$"),
+        (("--mirror",), "continued: [^;]*--mirror differ: architecture was small, now [^;]*$"),
     ],
 )
 def test_a_folder_of_another_run_is_refused_and_keeps_its_records(undisturbed, capsys, monkeypatch, change, named):
@@ -366,6 +370,17 @@ WRONG = [
     ("ls runs nowhere", "no such folder: nowhere"),
     ("ls models zzz", "no model matches `zzz`"),
     ("ls cakes", '"cakes"'),
+    ("ls runs -", "Unknown option: -"),
+    ("ls runs file", "file is a file, not a folder"),
+    ("report file", "file is a file, not a folder"),
+    ("report file --title -", "--title requires an argument"),
+    ("train --masks 6", "for the defences patchcleanser, alarm of the commands certify, attack, predict, bench"),
+    ("certify --masks 1_0", "Invalid value for --masks: it must be a whole number, not 1_0"),
+    ("certify --masks ٣", "Invalid value for --masks: it must be a whole number, not ٣"),
+    ("certify --output /proc/run --weights nowhere/x", "cannot write to /proc/run: .*, or use another --output"),
+    ("bench --output file/x.json --weights nowhere/x", "cannot write to file/x.json: Not a directory"),
+    ("bench --output loose --weights nowhere/x", "cannot write to loose: it is a folder"),
+    ("certify --weights random --dataset /a/data_dir", "unknown dataset '/a/data_dir'"),
     ("certify --dataset loose", "no class folders in 'loose': .*; `patchproof predict` takes images that are in no"),
 ]
 
@@ -592,7 +607,7 @@ def test_two_patches_are_certified_predicted_and_resumed_as_such(photos, checkpo
         2,
     )
     assert certify(*common, "--output", "r", "--resume", "--patches", 1) == 1
-    assert_one_line(capsys.readouterr().err, "--patches differs: patches was 2, now 1")
+    assert_one_line(capsys.readouterr().err, "continued: --patches was 2, now 1$")
     assert certify(*common, "--output", "other", "--patches", 3) == 2
     assert_one_line(capsys.readouterr().err, "--patches must be 1 or 2, not 3")
     own = ("--weights", checkpoint, "--patch", "5px", "--patches", 2, "--masks", 3)
@@ -692,6 +707,9 @@ def test_predict_reads_an_image_from_standard_input(photos, checkpoint, capsys, 
     path = photos / "cat" / "0.png"
     assert predict(path, "--weights", checkpoint, "--json") == 0
     expected = json.loads(capsys.readouterr().out) | {"path": "-"}
+    assert "remarks" not in expected
+    assert predict(path, "--weights", "random", "--json") == 0
+    assert "random network" in json.loads(capsys.readouterr().out)["remarks"][0]
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": io.BytesIO(path.read_bytes())}))
     assert predict("-", "--weights", checkpoint, "--json") == 0
     assert json.loads(capsys.readouterr().out) == expected

@@ -130,11 +130,12 @@ def test_a_target_that_is_left_alone_is_null_and_counted_nowhere(checkpoint, cap
     assert "undefended attacked" not in capsys.readouterr().out
 
 
-def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys):
+def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys, monkeypatch):
     common = ("--weights", checkpoint, "--limit", 3, *QUICK, "--output", "r")
     assert attack(*common) == 0
     assert attack(*common, "--seed", 5, "--resume") == 1
     assert_one_line(capsys.readouterr().err, "seed was 0, now 5")
+    monkeypatch.setattr("patchproof.cli._runs.open_defense", lambda *_: pytest.fail("the network is loaded"))
     assert run(["certify", "--weights", str(checkpoint), "--limit", "3", "--output", "r", "--resume"]) == 1
     assert_one_line(capsys.readouterr().err, "holds a `attack` run, this is `certify`; choose another --output")
 

@@ -92,7 +92,14 @@ def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
     assert "peer, certify" not in rows
 
 
-@pytest.mark.parametrize("arguments", [("--seconds", "0"), ("--peer-images", "-1")])
-def test_wrong_numbers_are_refused(arguments, capsys):
-    assert run(["bench", *arguments]) == 2
-    assert "must be positive" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--seconds", "0", "--seconds must be positive and finite, not 0.0"),
+        ("--seconds", "inf", "--seconds must be positive and finite, not inf"),
+        ("--peer-images", "-1", "--peer-images cannot be negative: -1"),
+    ],
+)
+def test_wrong_numbers_are_refused(flag, value, words, capsys):
+    assert run(["bench", flag, value]) == 2
+    assert capsys.readouterr().err.endswith(f"patchproof: {words}\n")

@@ -167,7 +167,12 @@ def test_a_run_is_continued_only_with_what_it_began_with(copied, capsys):
     assert train(copied, *GREEDY, "--output", "r") == 2
     assert_one_line(last_line(capsys), "already holds a run; continue it with --resume")
     assert train(copied, *GREEDY, "--output", "r", "--resume", "--momentum", "0.5") == 1
-    assert_one_line(last_line(capsys), "cannot be continued: momentum was 0.9, now 0.5")
+    assert_one_line(last_line(capsys), "cannot be continued: --momentum was 0.9, now 0.5$")
+    assert train(copied, *GREEDY, "--output", "r", "--resume", "--seed", "1") == 1
+    assert_one_line(last_line(capsys), "cannot be continued: --seed was 0, now 1$")
+    longer = [*GREEDY, "--output", "r", "--resume", "--epochs", "3"]
+    assert train(copied, *longer, "--batch-size", "4") == 1
+    assert_one_line(last_line(capsys), "cannot be continued: --batch-size was 8, now 4$")
 
 
 def test_the_head_is_replaced_when_the_classes_differ(data, finished, tmp_path):

@@ -108,7 +108,16 @@ def test_the_library_names_no_flag():
             "so it cannot be continued: images was 4 of 8, now 8 of 8; name was ibp, now alarm",
             "continued: --limit or the data differ: images was 4 of 8, now 8 of 8; --defense was ibp, now alarm",
         ),
+        (
+            "so it cannot be continued: exhaustive was false, now true; precision was fp32, now bf16",
+            "continued: --exhaustive was false, now true; --precision was fp32, now bf16$",
+        ),
         ("the model is resnet18; name the model resnet18", "the model is resnet18; name the model resnet18"),
+        (
+            "no 'data_dir' in /a/data_dir/batch_size: in another folder",
+            "^no 'data_dir' in /a/data_dir/batch_size: with",
+        ),
+        (r"cannot read C:\data_dir\a; batch_size must be 1", r"^cannot read C:\\data_dir\\a; --batch-size must be 1$"),
         ("give the folder itself as data_dir, or pass download=True", "as --data-dir, or pass --download"),
     ],
 )
@@ -168,7 +177,10 @@ def test_the_container_has_what_the_package_is_built_from_and_runs_a_command_the
     python = re.search(r"^FROM python:(\d+\.\d+)-", recipe, re.MULTILINE)[1]
     assert f"Programming Language :: Python :: {python}" in project["classifiers"]
     for text in (recipe, (root / "README.md").read_text()):
-        words = re.search(r"docker run [^`\n]*? patchproof ([^`\n]*)", text)[1].split()
+        mounted, words = re.search(r"docker run ([^`\n]*?) patchproof ([^`\n]*)", text).groups()
+        place = re.search(r"^WORKDIR (.*)", recipe, re.MULTILINE)[1]
+        assert f'-v "$PWD:{place}"' in mounted, "the run would vanish with the container"
+        words = words.split()
         build_app().parse_args(words, exit_on_error=False, print_error=False)
 
 
@@ -189,6 +201,7 @@ def test_a_file_may_use_dashes_and_leave_things_out(tmp_path):
         ("maks: 6", "unknown setting `maks`; did you mean `masks`"),
         ("per_axis: 6", "unknown setting `per_axis`"),
         ("zzzzzz: 6", "unknown setting `zzzzzz`; known are"),
+        ("config: b.yaml", "unknown setting `config`; a file of settings cannot name another one"),
         ("epochs: 3", "unknown setting `epochs`; it is for the commands demo, train"),
         ("masks: 3\nmasks: 4", "`masks` is set more than once"),
         ("image-size: 28\nimage_size: 30", "`image_size` is set more than once"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import platform
 import statistics
 import time
@@ -136,8 +137,10 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure everything that `patchproof bench` shows or writes, by name."""
-    if peer_images < 0 or seconds <= 0:
-        raise InputError("peer_images cannot be negative, and seconds must be positive")
+    if peer_images < 0:
+        raise InputError(f"peer_images cannot be negative: {peer_images}")
+    if not 0 < seconds < math.inf:
+        raise InputError(f"seconds must be positive and finite, not {seconds}")
     if getattr(defense, "name", None) != PatchCleanser.name:
         raise InputError(f"bench measures {PatchCleanser.name}, not {defense.name}")
     subject = open_subject(defense, source, limit=limit, workers=workers, surviving=surviving)

@@ -13,6 +13,7 @@ from functools import wraps
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -234,6 +235,24 @@ def require_free(folder: Path | None, *, resume: bool) -> None:
         raise InputError(f"{folder} holds {min(held)!r} but no manifest.json; choose another folder")
     if held and not resume:
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
+    require_writable(there or folder, folder)
+
+
+def require_file(path: Path) -> None:
+    """Refuse the path of a file that cannot be written."""
+    if path.is_dir():
+        raise InputError(f"cannot write to {path}: it is a folder; name a file in it")
+    require_writable(path.parent, path)
+
+
+def require_writable(folder: Path, path: Path) -> None:
+    """Refuse a `path` in a folder where nothing can be created, which permissions alone do not tell."""
+    try:
+        TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {path}: {error.strerror}; free space or make it writable, or use another folder"
+        ) from error
 
 
 def require_run(folder: Path | str) -> None:
@@ -247,7 +266,7 @@ def require_run(folder: Path | str) -> None:
         path = folder / "manifest.json"
         raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
     if not folder.is_dir():
-        raise InputError(f"no such folder: {folder}")
+        raise InputError(f"{folder} is a file, not a folder" if folder.exists() else f"no such folder: {folder}")
     message = f"{folder} is not the folder of a run: it has no manifest.json"
     found = chain(folder.glob("*/manifest.json"), folder.glob("*/*/manifest.json"))  # the folder may be a home
     if runs := sorted(path.parent for path in found):

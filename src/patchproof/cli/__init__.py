@@ -25,7 +25,7 @@ from patchproof.cli._settings import ARGUMENTS, COMMANDS, FLAGS, HEADINGS, SETTI
 from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
 from patchproof.recipes import find_recipe
-from patchproof.types import InputError, PatchproofError, require_address, require_free, require_run
+from patchproof.types import InputError, PatchproofError, require_address, require_file, require_free, require_run
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
@@ -99,12 +99,14 @@ def refuse_early(command: str, values: Sequence[Any], settings: Any) -> None:
     output = getattr(settings, "output", None)
     if command in RESUMABLE and output is not None and is_main_process() and not settings.dry_run:
         require_free(output, resume=settings.resume)
+    if command == "bench" and output is not None:
+        require_file(output)
     if command == "explore":
         require_address(settings.host, settings.port)
     for path in [one for value in values for one in (value if isinstance(value, list) else [value])]:
         if command == "report":
             require_run(path)
-        elif isinstance(path, Path) and not (path.exists() or str(path).startswith(("~", STANDARD_INPUT))):
+        elif isinstance(path, Path) and not (path.exists() or path == STANDARD_INPUT or str(path).startswith("~")):
             raise InputError(f"no such {'image or folder' if command == 'predict' else 'folder'}: {path}")
 
 
@@ -114,11 +116,9 @@ def whole_number(hint: Any, tokens: Sequence[Token]) -> Any:
     words = [word for part in typing.get_args(hint) for word in typing.get_args(part)]  # e.g. Literal["auto"]
     if text in words:
         return text
-    try:
+    if re.fullmatch("[+-]?[0-9]{1,4000}", text):  # int() itself also takes 1_0, ٣ and, with an error, longer ones
         return int(text)
-    except ValueError:
-        allowed = " or ".join(["a whole number", *words])
-        raise ValueError(f"it must be {allowed}, not {text}") from None
+    raise ValueError(f"it must be {' or '.join(['a whole number', *words])}, not {text}")
 
 
 class Notes(logging.Handler):
@@ -131,7 +131,8 @@ class Notes(logging.Handler):
 def run(tokens: Sequence[str]) -> int:
     """Exit code of one command: 0 done, 1 a failed check or run, 2 wrong usage, 128 + signal when stopped by one."""
     kind: type[Any] | None = None
-    tokens = [STANDARD_INPUT if token == "-" else token for token in tokens]  # which cyclopts would take for a flag
+    if tokens[:1] == ["predict"]:
+        tokens = ["./-" if token == "-" else token for token in tokens]  # cyclopts would take it for a flag
     STOP.folder = None
     logger = logging.getLogger("patchproof")
     logger.handlers, logger.propagate = [Notes()], False
@@ -141,7 +142,7 @@ def run(tokens: Sequence[str]) -> int:
                 given = " ".join(tokens[max(0, place - 1) : place + 1]).rstrip(" =\t\n")
                 raise InputError(f"what comes after `{given}` is empty; is a variable not set?")
         kind, layers = _layers(tokens)
-        app = build_app(SETTINGS if kind is None else {**SETTINGS, tokens[0]: kind})
+        app = build_app(SETTINGS if kind is None else {tokens[0]: kind})
         app.config = tuple(layers)
         result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0

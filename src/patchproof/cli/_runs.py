@@ -174,7 +174,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     """Print the answers in the order of the files, and name on standard error what cannot be used."""
     files: list[Any] = []
     for path in images:
-        files += [standard_input()] if path == Path(STANDARD_INPUT) else runs.image_files(path)
+        files += [standard_input()] if path == STANDARD_INPUT else runs.image_files(path)
     like = None if settings.like is None else runs.read_run(settings.like)
     if not isinstance(like, runs.StoredCertification | None):
         raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
@@ -183,6 +183,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     bar = RunBar(status, "predict")
     defense = runs.defense_like(like, classifier) if like else defense_for(settings, classifier, bar)
     good: list[runs.Prediction] = []
+    remarks = runs.network_remarks(classifier)
 
     def show(answer: runs.Prediction | runs.Unusable) -> None:
         if isinstance(answer, runs.Unusable):
@@ -195,7 +196,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
         if settings.json:
             values = asdict(answer)
             first = {name: values.pop(name) for name in ("path", "label", "name")}
-            print_json(first | values.pop("remarks") | values)
+            print_json(first | values.pop("remarks") | values | ({"remarks": remarks} if remarks else {}))
 
     bar.begin(0, len(files))
     with bar.progress:

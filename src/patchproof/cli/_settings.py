@@ -338,6 +338,7 @@ def owners(name: str) -> str | None:
         return ", ".join(n for n, kind in kinds.items() if name in {FLAGS.get(f.name, f.name) for f in fields(kind)})
 
     if defenses := having(DEFENSE_OPTIONS):
-        return f"the {'defences' if ',' in defenses else 'defence'} {defenses}"
+        defended = ", ".join(name for name, kind in SETTINGS.items() if hasattr(kind, "defense"))
+        return f"the {'defences' if ',' in defenses else 'defence'} {defenses} of the commands {defended}"
     commands = having(SETTINGS)
     return f"the {'commands' if ',' in commands else 'command'} {commands}" if commands else None

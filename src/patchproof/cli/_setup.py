@@ -19,6 +19,7 @@ from patchproof.geometry import PatchThreat, parse_patches, parse_size
 from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import choose_device, footprint_threat, local_rank, preprocessing_for
+from patchproof.runs._folder import read_manifest, require_command
 from patchproof.settings import AttackPlan
 from patchproof.types import InputError, Size, require_free
 
@@ -129,7 +130,10 @@ def run_folder(command: str, settings: Any, source: ImageSource) -> Path:
     path = STOP.folder = settings.output or Path("runs") / UNFIT.sub("_", "-".join(parts))
     if not settings.dry_run and not local_rank():
         require_free(path, resume=settings.resume)  # before a network is loaded
-        if settings.resume and not (path / "manifest.json").exists():
+        manifest = path / "manifest.json"
+        if settings.resume and manifest.exists():
+            require_command(read_manifest(manifest), command, where=path)
+        elif settings.resume:
             LOGGER.info(f"{path} holds no run to go on with: begins a new one")
     return path
 

@@ -201,6 +201,8 @@ class RunBar(Bar):
     def start(self, tally: Tally, total: int) -> None:
         self.tally = tally
         self.begin(tally.done, total)
+        if self.shown and tally.done == total:
+            self.console.plain(f"finished already: {total} of {total} images")
 
     def add(self, record: Record) -> None:
         found = reversed(self.tally.rates().items())

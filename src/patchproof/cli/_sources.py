@@ -15,11 +15,14 @@ from patchproof.cli._settings import FLAGS, owners
 from patchproof.types import InputError
 
 CONFIG_BYTES = 100_000
-STANDARD_INPUT = "/dev/stdin"
-"""The path that stands for `-`, which cyclopts would take for a flag."""
+STANDARD_INPUT = Path("-")
+"""The argument of `predict` that stands for standard input."""
 
 UNRECORDED = ("config", "resume", "json", "quiet", "verbose", "debug", "dry_run")
 """Settings that are not saved: they say how a run is begun or shown, not what it is."""
+
+AS_GIVEN = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S*[/\\]\S*[^\s:;,]"""
+"""Paths and quoted values in a message."""
 
 PHRASES = {
     "the recipe cifar10-32px-bagcert trains a BagNet": "train a BagNet: patchproof train --recipe cifar10-32px-bagcert",
@@ -29,18 +32,21 @@ PHRASES = {
     "another folder": "another --output",
     "resume to continue": "continue with --resume",
     "resume on any": "--resume on any",
+    "build or load it anew": "name the same --weights",
     "name others as validation": "name others with --validation FOLDER",
 }
 """Phrases of the library's messages, and what they are in flags."""
 
 DIFFERS = {
     "patch_sizes": "--patch differs: patch_sizes",
-    "patches": "--patches differs: patches",
+    "resize": "--image-size or the network differ: resize",
+    "architecture": "--model, --weights or --mirror differ: architecture",
+    "weights_sha256": "--weights differ: weights_sha256",
     "masks": "--masks differs: masks",
     "images": "--limit or the data differ: images",
     "name": "--defense",
 }
-"""Facts that keep a run from being continued, and the flags that they follow from."""
+"""Facts that keep a run from being continued, if no flag has their name, and the flags that they follow from."""
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -85,6 +91,8 @@ def known_settings(values: Mapping[str, Any], kind: type[Any], path: Path) -> di
             hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
             if owner := owners(name):
                 hint = f"it is for {owner}"
+            if name == "config":
+                hint = "a file of settings cannot name another one"
             raise InputError(f"{path}: unknown setting `{name}`; {hint}")
         if value == "":
             raise InputError(f"{path}: `{name}` is empty; leave it out for its default")
@@ -100,18 +108,22 @@ def resolved(settings: Any) -> dict[str, Any]:
 
 
 def in_flags(message: str, kind: type[Any] | None) -> str:
-    """A message of the library with this command's flags in place of parameters."""
-    for words, flag in PHRASES.items():
-        message = message.replace(words, flag)
-    if "cannot be continued: " in message:
-        message = re.sub(rf"(: |; )({'|'.join(DIFFERS)}) was", lambda m: f"{m[1]}{DIFFERS[m[2]]} was", message)
-    for name in sorted((f.name for f in fields(kind)) if kind else (), key=len, reverse=True):
-        flag = "--" + FLAGS.get(name, name).replace("_", "-")
-        message = re.sub(rf"(?<![\w`-]){name}=True\b", flag, message)
-        message = re.sub(rf"(?<![\w`.-]){name}(?= must| cannot|=| \d| needs|, the number of)", flag, message)
-        if "_" in name:
-            message = re.sub(rf"(?<![\w`.-]){name}\b", flag, message)
-    return message
+    """A message of the library with this command's flags in place of parameters; paths stay as they are."""
+    flags = {f.name: "--" + FLAGS.get(f.name, f.name).replace("_", "-") for f in fields(kind)} if kind else {}
+    differs = flags | DIFFERS if "cannot be continued: " in message else {}
+    parts = re.split(f"({AS_GIVEN})", message)
+    for place, text in enumerate(parts[::2]):
+        for words, flag in PHRASES.items():
+            text = text.replace(words, flag)
+        for name, words in differs.items():
+            text = re.sub(rf"(: |; ){name} was", rf"\1{words} was", text)
+        for name, flag in sorted(flags.items(), key=lambda item: len(item[0]), reverse=True):
+            text = re.sub(rf"(?<![\w`-]){name}=True\b", flag, text)
+            text = re.sub(rf"(?<![\w`.-]){name}(?= must| cannot|=| \d| needs|, the number of)", flag, text)
+            if "_" in name:
+                text = re.sub(rf"(?<![\w`.-]){name}\b", flag, text)
+        parts[2 * place] = text
+    return "".join(parts)
 
 
 def find_flag(tokens: Sequence[str], flag: str) -> str | None:

@@ -101,6 +101,8 @@ def recipes_table(pattern: str) -> Table:
 
 def runs_below(root: Path) -> list[dict[str, Any]]:
     """One row per run: folder, what it measured, accuracies as in results.json (None if unknown), and state."""
+    if root.is_file():
+        raise InputError(f"{root} is a file, not a folder")
     if not root.is_dir():
         raise InputError(f"no such folder: {root}; `patchproof certify` makes one")
     found = []

@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,24 @@ from filelock import FileLock, Timeout
 from patchproof.geometry import size_words
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
+from patchproof.settings import TrainingSettings
 from patchproof.types import BEGIN_AGAIN, CheckError, InputError, require_free
 
 FOLLOWS_FROM = {
     "masks": {"patch_sizes", "patches", "image_size", "name"},
-    "fill": {"weights_sha256"},
+    "patch_sizes": {"image_size"},
+    "image_size": {"architecture"},
+    "resize": {"architecture", "image_size"},
+    "crop": {"architecture", "image_size"},
+    "interpolation": {"architecture"},
+    "fill": {"architecture", "weights_sha256"},
+    "weights_sha256": {"architecture", "seed"},
     "steps": {"epochs", "batch_size", "images"},
     "data_sha256": {"images"},
+    "epochs": {f.name for f in fields(TrainingSettings)} - {"epochs"} | {"weights_sha256", "data_sha256", "images"},
 }
-"""A difference in a setting on the left is not named if one on the right, which causes it, differs too."""
+"""A difference in a setting on the left is not named if one on the right, which causes it, differs too; more epochs
+alone are allowed."""
 
 THREAT = {"name", "image_size", "patch_sizes", "patches"}
 """Settings that all defences share; the others are the options of one defence and differ whenever its name does."""
@@ -237,26 +247,28 @@ def checked_prefix(
         yield record
 
 
+def require_command(stored: Mapping[str, Any], command: str, *, where: Path) -> None:
+    """Refuse to go on with the run of another command."""
+    if stored["command"] != command:
+        raise CheckError(f"{where} holds a `{stored['command']}` run, this is `{command}`; choose another folder")
+
+
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:
     """Refuse to resume with another identity, and name each setting that differs."""
     if stored.get("schema") != current["schema"]:
         raise CheckError(f"{where} was written with schema {stored.get('schema')}, this is {current['schema']}")
-    if stored["command"] != current["command"]:
-        raise CheckError(
-            f"{where} holds a `{stored['command']}` run, this is `{current['command']}`; choose another folder"
-        )
+    require_command(stored, current["command"], where=where)
     before, now = stored["identity"], current["identity"]
     different = {name: values for name, *values in differences(before, now)}
-    consequences = {name for name, causes in FOLLOWS_FROM.items() if causes & different.keys()}
+    consequences = {name for name, others in FOLLOWS_FROM.items() if others & different.keys()}
     if "name" in different:
         consequences |= {*before.get("defense", ()), *now.get("defense", ())} - THREAT
+    causes = {name: values for name, values in different.items() if name not in consequences}
     named = "; ".join(
-        f"{name} was {_short(name, one)}, now {_short(name, other)}"
-        for name, (one, other) in different.items()
-        if name not in consequences
+        f"{name} was {_short(name, one)}, now {_short(name, other)}" for name, (one, other) in causes.items()
     )
     if named:
-        if stored["command"] == "train" and "weights_sha256" in different:
+        if stored["command"] == "train" and "weights_sha256" in causes:
             named += "; the classifier must be as it was when the training began, so build or load it anew"
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
 
