@@ -552,7 +552,7 @@ def test_a_checkpoint_alone_never_runs_a_factory(own, tmp_path):
         with pytest.raises(InputError, match=message):
             read(tmp_path / "c")
     (tmp_path / "checkpoint-last").mkdir()
-    with pytest.raises(InputError, match="checkpoint-best is not there; .* has the checkpoints: checkpoint-last"):
+    with pytest.raises(InputError, match=r"checkpoint-best is not there; .* has the checkpoints: checkpoint-last"):
         load_classifier("small", tmp_path / "checkpoint-best")
 
 
