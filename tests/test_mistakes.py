@@ -259,6 +259,7 @@ def test_constructors_name_the_parameter():
         (lambda: pp.defense("alarm", THREAT, Net()), "threat must be a pp.PatchThreat, .*, not Net"),
         (lambda: pp.train(Net().requires_grad_(False), [(IMAGES[0], 0)]), "all parameters .* are frozen"),
         (lambda: pp.Plan(epochs=True), "epochs must be a whole number, not True"),
+        (lambda: pp.Plan(validation_images=0), "validation_images must be at least 1, not 0"),
         (lambda: pp.Plan(batch_size="64"), "batch_size must be a whole number, not '64'"),
         (lambda: pp.Plan(learning_rate="0.1"), "learning_rate must be a number or None, not '0.1'"),
         (lambda: pp.Plan(mask_patch=39), "mask_patch must be text, e.g. '3%', not 39"),

@@ -130,8 +130,8 @@ def test_a_last_line_cut_short_is_repaired_by_the_process_that_has_the_folder_an
     folder.records_path.write_bytes(whole[:left])
     before = contents(folder)
     finished = [record(0), record(1)][:kept]
-    read, notices = _lines(folder.records_path, Record.parse, folder.sums_path)  # as reports do
-    assert (read, notices) == (finished, ["the last line of records.jsonl is cut short and left out"])
+    read, notices, damaged = _lines(folder.records_path, Record.parse, folder.sums_path)  # as reports do
+    assert (read, notices, damaged) == (finished, ["the last line of records.jsonl is cut short and left out"], [])
     assert contents(folder) == before
     assert folder.records() == finished
     folder.append(lines(record(0), record(1))[kept:], {})

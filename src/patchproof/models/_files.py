@@ -234,8 +234,8 @@ def checkpoint_architecture(folder: Path) -> str | None:
     name = str(read_record(place)["architecture"])
     if is_own(name):
         raise InputError(
-            f"{folder} holds weights for the factory {name}, whose code is only run if you name it: give it as the "
-            f"model too, in Python pp.load_classifier({name!r}, weights)"
+            f"{folder} holds weights for the factory {name}; give model={name} to have its code run "
+            "(pp.load_classifier)"
         )
     return name
 
