@@ -235,10 +235,10 @@ class MaskSet:
             numbers = named = np.arange(len(first))
         else:
             hidden = np.packbits(self._cells.reshape(len(self), -1), axis=1)
-            number_of: dict[bytes, int] = {}
-            unions = hidden[first] | hidden[second]
-            numbers = np.array([number_of.setdefault(union.tobytes(), len(number_of)) for union in unions])
-            _, named = np.unique(numbers, return_index=True)  # the first pair of each union
+            unions = (hidden[first] | hidden[second]).view(f"V{hidden.shape[1]}")[:, 0]
+            _, found, numbers = np.unique(unions, return_index=True, return_inverse=True)
+            numbers = found.argsort().argsort()[numbers]  # by the first pair of each union
+            named = np.sort(found)
         of_pair = np.empty((len(self), len(self)), dtype=np.int64)
         of_pair[first, second] = of_pair[second, first] = numbers
         return Unions(*map(torch.from_numpy, (first[named], second[named], of_pair)))
