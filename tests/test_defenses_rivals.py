@@ -285,23 +285,35 @@ class Darkest:
 
     def masked(self, images: Tensor, keep: Tensor) -> Tensor:
         darkest = images.where(keep, 1.0).amin(dim=(1, 2, 3)) - 0.5
-        return 20 * torch.stack([-darkest, darkest], dim=1)
+        return 400 * torch.stack([-darkest, darkest], dim=1)
 
     def local_logits(self, images: Tensor) -> Tensor:
         darkest = -torch.nn.functional.max_pool2d(-images, 2, 1) - 0.5
-        return 20 * torch.cat([-darkest, darkest], dim=1)
+        return 400 * torch.cat([-darkest, darkest], dim=1)
 
 
-@pytest.mark.parametrize("name", ["bagcert", "derandomized-smoothing"])
-def test_the_attack_breaks_certificates_whose_windows_are_one_cell_too_small(name, monkeypatch):
-    """A dark patch of 2×2 takes 9 of 37 cells, or 3 of 7 views, from the bright class, and the dark one wins."""
-    bright = torch.full((1, 8, 9), 0.75)
+@pytest.mark.parametrize(
+    ("name", "dark", "options"),
+    [
+        ("bagcert", (2, 5), {}),
+        ("clipped-bagnet", (2, 5), {}),
+        ("patchguard-bagnet", (1, 6), {}),
+        ("derandomized-smoothing", (1, 0), {"certificate": "exact"}),
+        ("smoothed-vit", (1, 0), {"stride": 1, "certificate": "exact"}),
+        ("patchguard-smoothing", (1, 0), {}),
+    ],
+)
+def test_the_attack_breaks_certificates_whose_windows_are_one_cell_too_small(name, dark, options, monkeypatch):
+    """A dark patch of 2×2 takes up to 9 of 56 cells, or 3 of 9 views, from the bright class, and the dark one wins.
+
+    Dark already are the last columns, and pixels at the left of the first row. Logits are large, as in trained BagNets.
+    """
+    bright, (columns, pixels) = torch.full((1, 8, 9), 0.75), dark
     close = bright.clone()
-    close[:, :, 8] = 0
-    if name == "bagcert":
-        close[:, 7], close[:, 0, 0:6:2] = 0, 0
+    close[:, :, 9 - columns :], close[:, 0, :pixels] = 0, 0
     data = [(bright, 1), (close, 1)]
-    options = {"band": 2, "certificate": "exact", "engine": measured()} if name != "bagcert" else {}
+    if "smooth" in name:
+        options = {"band": 2, "engine": measured(), **options}
     plan = pp.AttackPlan(target="defended", steps=2, step_size=1.0, restarts=1, place_search="exhaustive")
 
     def attacked() -> tuple[int, int]:

@@ -208,4 +208,8 @@ class BagCert(LocalDefense):
         return (logits > 0).to(logits) if self.score == "step" else logits.sigmoid()
 
     def soft_evidence(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
+        """A sigmoid; for steps, which have no scale, as wide as the image's mean |logit|, so that few are saturated."""
+        if self.score == "sigmoid":
+            return logits.sigmoid()
+        width = logits.detach().abs().mean(dim=(1, 2), keepdim=True)
+        return (logits / width.clamp(min=torch.finfo(logits.dtype).eps)).sigmoid()
