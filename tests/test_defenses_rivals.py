@@ -459,10 +459,18 @@ class Brightest:
         return torch.cat([0.5 - brightest, brightest - 0.5], dim=1)
 
 
+class Infinite(Brightest):
+    """As above, but a cell that sees a white pixel has infinite logits."""
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        return super().local_logits(images) / (images != 1)
+
+
 def test_a_false_receptive_field_is_refused_whatever_the_first_image_shows():
     for image in (IMAGE, IMAGE + 1, IMAGE + 0.5):
-        with pytest.raises(CheckError, match="is not what the network has"):
-            pp.defense("bagcert", Brightest(), THREAT).certify(image, torch.tensor([0]))
+        for network in (Brightest(), Infinite()):
+            with pytest.raises(CheckError, match="is not what the network has"):
+                pp.defense("bagcert", network, THREAT).certify(image, torch.tensor([0]))
 
 
 def test_a_false_receptive_field_is_refused_every_time():
