@@ -90,7 +90,7 @@ class Trainer:
         self.plan, self.data, self.accelerator = plan, data, accelerator
         self.classifier = classifier.to(memory_format=torch.channels_last)
         self.steps_per_epoch = _steps_per_epoch(classifier, plan, len(data.indices), accelerator.num_processes)
-        self.trainable = [p for p in classifier.parameters() if p.requires_grad]
+        self.trainable = [(p, p.requires_grad) for p in classifier.parameters()]
         if plan.head_only:
             classifier.requires_grad_(False)
             _head(classifier).requires_grad_(True)
@@ -154,8 +154,8 @@ class Trainer:
 
     def close(self) -> None:
         """Hand the classifier back in eval mode, with the same parameters trainable as before."""
-        for parameter in self.trainable:
-            parameter.requires_grad_(True)
+        for parameter, before in self.trainable:
+            parameter.requires_grad_(before)
         self.classifier.eval()
 
     def run(self) -> Iterator[StepReport]:
