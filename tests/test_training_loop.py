@@ -204,9 +204,14 @@ def test_a_training_hands_the_network_back_thawed_and_in_eval_mode_however_it_en
     def interrupt(_report):
         raise KeyboardInterrupt
 
-    for stop in (None, interrupt):
-        with nullcontext() if stop is None else pytest.raises(KeyboardInterrupt):
-            pp.train(network, source(), plan, on_step=stop)
+    teacher = load_classifier("small", "random", num_classes=4)
+    for change, stop, error in (
+        ({"teacher": teacher}, None, InputError),
+        ({}, interrupt, KeyboardInterrupt),
+        ({}, None, None),
+    ):
+        with nullcontext() if error is None else pytest.raises(error):
+            pp.train(network, source(), dataclasses.replace(plan, **change), on_step=stop)
         assert [p for p in network.parameters() if not p.requires_grad] == frozen
         assert not network.training
 
