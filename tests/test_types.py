@@ -96,6 +96,7 @@ RIGHT = (
     "not pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)]).uncovered(threat)",
     "Preprocessing(numpy.int64(8)) == Preprocessing(8)",
     "strategy(image_size=numpy.array([8, 8])).mask_sets == strategy().mask_sets",
+    "len(pp.covering_masks(threat, per_axis=numpy.array([1, 2]))) == 2",
     "pp.open_dataset('fashion-mini', data_dir='x').split == 'test'",
     "hash(pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)])) == hash(pp.MaskSet((8, 8), (pp.Rect(0, 0, 8, 8),)))",
 )
