@@ -361,9 +361,9 @@ def test_cells_of_a_clean_image_whose_logits_are_not_finite_prove_nothing(name):
     logits = torch.tensor([[40.0, -400.0, -400.0]] * 8)
     assert bool(pp.defense(name, Local(logits), THREAT).certify(IMAGE, torch.tensor([0])).certified)
     for value in (torch.nan, torch.inf):
-        for cells in (slice(3, 6), slice(0, 8)):
+        for cells, classes in product((slice(3, 6), slice(0, 8)), (0, slice(0, 3))):
             odd = logits.clone()
-            odd[cells] = value
+            odd[cells, classes] = value
             assert not bool(pp.defense(name, Local(odd), THREAT).certify(IMAGE, torch.tensor([0])).certified)
 
 
