@@ -103,6 +103,7 @@ BATCH = "logits depend on the rest of the batch or the position in it: one chang
     (lambda x: first_three(x) + torch.rand(len(x), 3), {}, "differently when asked twice"),
     (lambda x: first_three(x) - first_three(x).mean(dim=0), {}, BATCH),
     (lambda x: first_three(x) + torch.arange(len(x))[:, None] * 0.5, {}, BATCH),
+    (lambda x: first_three(x) + (len(x) == 1) * torch.tensor([10.0, 0, 0]), {}, BATCH),
     (large_batches_differ, {"batch_size": 40}, BATCH),
     (late_positions_differ, {"batch_size": 40}, BATCH),
     (lambda x: torch.zeros(len(x), 3), {}, "answers zero for every class"),
