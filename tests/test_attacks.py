@@ -150,10 +150,14 @@ def test_what_was_checked_is_what_the_target_of_before_the_search_is_asked():
         call(paint(), SimpleNamespace(predict=lambda images: torch.tensor(0)))
 
 
-def test_wrong_images_are_refused():
-    for images, message in ((GREY[:, :, :7], r"height and width \(8, 10\)"), (255 * GREY, r"values in \[0, 1\]")):
+def test_wrong_images_and_generators_are_refused():
+    for images, count, message in (
+        (GREY[:, :, :7], 2, r"height and width \(8, 10\)"),
+        (255 * GREY, 2, r"values in \[0, 1\]"),
+        (GREY, 1, "2 images need as many generators, not 1"),
+    ):
         with pytest.raises(InputError, match=message):
-            Plugin(paint())(images, ZEROS, generators=generators(2))
+            Plugin(paint())(images, ZEROS, generators=generators(count))
 
 
 # --- the search finds the patches there are ------------------------------------------------------------------------

@@ -373,9 +373,9 @@ def test_cells_of_a_clean_image_whose_logits_are_not_finite_prove_nothing(name):
     logits = torch.tensor([[40.0, -400.0, -400.0]] * 8)
     assert bool(pp.defense(name, Local(logits), THREAT).certify(IMAGE, torch.tensor([0])).certified)
     for value in (torch.nan, torch.inf):
-        for cells in (slice(3, 6), slice(0, 8)):
+        for cells, classes in product((slice(3, 6), slice(0, 8)), (0, slice(0, 3))):
             odd = logits.clone()
-            odd[cells] = value
+            odd[cells, classes] = value
             assert not bool(pp.defense(name, Local(odd), THREAT).certify(IMAGE, torch.tensor([0])).certified)
 
 
@@ -471,10 +471,18 @@ class Brightest:
         return torch.cat([0.5 - brightest, brightest - 0.5], dim=1)
 
 
+class Infinite(Brightest):
+    """As above, but a cell that sees a white pixel has infinite logits."""
+
+    def local_logits(self, images: Tensor) -> Tensor:
+        return super().local_logits(images) / (images != 1)
+
+
 def test_a_false_receptive_field_is_refused_whatever_the_first_image_shows():
     for image in (IMAGE, IMAGE + 1, IMAGE + 0.5):
-        with pytest.raises(CheckError, match="is not what the network has"):
-            pp.defense("bagcert", Brightest(), THREAT).certify(image, torch.tensor([0]))
+        for network in (Brightest(), Infinite()):
+            with pytest.raises(CheckError, match="is not what the network has"):
+                pp.defense("bagcert", network, THREAT).certify(image, torch.tensor([0]))
 
 
 def test_a_false_receptive_field_is_refused_every_time():

@@ -55,6 +55,23 @@ def test_tau_is_eight_times_the_largest_change_seen_or_what_rounding_may_do():
         assert found.tau_fp32 == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("differs", [
+    lambda rows: len(rows) == 40,  # a whole chunk
+    lambda rows: len(rows) == 1,
+    lambda rows: rows == 39,  # the last position of a chunk
+])  # fmt: skip
+def test_tau_comes_from_other_batches_and_positions_too(differs):
+    """Each answer is the same every time it is asked for."""
+
+    def classifier(images):
+        off = torch.as_tensor(differs(torch.arange(len(images)))).view(-1, 1)
+        return first_three(images) + (20 + 1e-3 * off) * torch.eye(3)[0]
+
+    engine, drift = check(classifier, batch_size=40)
+    assert drift.repeated == 0
+    assert engine.tau_fp32 == pytest.approx(8e-3, rel=1e-2)
+
+
 def test_tau_is_measured_on_single_views_not_on_what_two_of_them_share():
     shown = set()
 
@@ -103,6 +120,7 @@ BATCH = "logits depend on the rest of the batch or the position in it: one chang
     (lambda x: first_three(x) + torch.rand(len(x), 3), {}, "differently when asked twice"),
     (lambda x: first_three(x) - first_three(x).mean(dim=0), {}, BATCH),
     (lambda x: first_three(x) + torch.arange(len(x))[:, None] * 0.5, {}, BATCH),
+    (lambda x: first_three(x) + (len(x) == 1) * torch.tensor([10.0, 0, 0]), {}, BATCH),
     (large_batches_differ, {"batch_size": 40}, BATCH),
     (late_positions_differ, {"batch_size": 40}, BATCH),
     (lambda x: torch.zeros(len(x), 3), {}, "answers zero for every class"),

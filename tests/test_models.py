@@ -609,6 +609,22 @@ def test_a_new_head_for_classes_that_are_known_answers_as_the_old_one(model):
     assert replace_head(before, 2, ("d", "e"), seed=1).source.endswith("fresh head for 2 classes")
 
 
+def test_a_new_head_of_another_shape_than_the_old_one_is_fresh():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+
+        def get_classifier(self):
+            return self.head
+
+        def reset_classifier(self, num_classes):
+            self.head = nn.Sequential(nn.Dropout(), nn.Linear(3, num_classes))
+
+    before = wrap(Own(), num_classes=4, class_names=("a", "b", "c", "d"))
+    assert replace_head(before, 2, ("d", "b"), seed=1).source.endswith("fresh head for 2 classes")
+
+
 # Checkpoints
 
 

@@ -80,7 +80,7 @@ def test_other_layers_are_refused_by_name(layer, message):
     with pytest.raises(InputError, match="cannot pass the layer SmallResNet"):
         margin_bounds(load_classifier("small", "random"), image, image, torch.tensor([0]))
     hooked = nn.ReLU()
-    hooked.register_forward_hook(lambda *values: 2 * values[-1])
+    hooked.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     classifier = load_classifier("cnn_ibp", "random", num_classes=2, input_size=(8, 8))
     classifier.register_forward_hook(lambda *values: -values[-1])
     with pytest.raises(InputError, match="cannot see what the hooks of a ImageClassifier do"):

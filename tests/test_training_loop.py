@@ -82,16 +82,17 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_shipped_weights_are_mixed_with_the_first_ones():
-    mixed = trainer(dataclasses.replace(PLAN, ema=0.9, start_share=0.25))
-    plain = trainer(dataclasses.replace(PLAN, ema=0.9))
-    start = {name: value.clone() for name, value in mixed.classifier.state_dict().items()}
-    for run in (mixed, plain):
-        for _ in run.run():
-            pass
-    for name, value in plain.weights().items():
+def test_the_shipped_weights_are_the_running_average_mixed_with_the_first_ones():
+    run = trainer(dataclasses.replace(PLAN, ema=0.3, start_share=0.25))
+    start = {name: value.clone() for name, value in run.classifier.state_dict().items()}
+    average = dict(start)
+    for step, _ in enumerate(run.run()):
+        decay = min(0.3, (1 + step) / (10 + step))  # 0.1, 0.18, 0.25, 0.3, 0.3, …
+        for name, value in run.classifier.state_dict().items():
+            average[name] = average[name].lerp(value, 1 - decay) if value.is_floating_point() else value.clone()
+    for name, value in average.items():
         expected = 0.75 * value + 0.25 * start[name] if value.is_floating_point() else value
-        torch.testing.assert_close(mixed.weights()[name], expected)
+        torch.testing.assert_close(run.weights()[name], expected)
 
 
 def test_steps_cover_every_image_once_per_epoch_in_a_new_order():
@@ -197,16 +198,22 @@ def test_head_only_changes_the_last_layer_and_nothing_else():
 
 def test_a_training_hands_the_network_back_thawed_and_in_eval_mode_however_it_ends():
     network = load_classifier("small", "random", num_classes=3)
-    frozen = next(network.parameters()).requires_grad_(False)
+    first, *_, last = network.parameters()
+    frozen = [first.requires_grad_(False), last.requires_grad_(False)]
     plan = Plan(strategy="none", epochs=1, batch_size=8, head_only=True)
 
     def interrupt(_report):
         raise KeyboardInterrupt
 
-    for stop in (None, interrupt):
-        with nullcontext() if stop is None else pytest.raises(KeyboardInterrupt):
-            pp.train(network, source(), plan, on_step=stop)
-        assert [p for p in network.parameters() if not p.requires_grad] == [frozen]
+    teacher = load_classifier("small", "random", num_classes=4)
+    for change, stop, error in (
+        ({"teacher": teacher}, None, InputError),
+        ({}, interrupt, KeyboardInterrupt),
+        ({}, None, None),
+    ):
+        with nullcontext() if error is None else pytest.raises(error):
+            pp.train(network, source(), dataclasses.replace(plan, **change), on_step=stop)
+        assert [p for p in network.parameters() if not p.requires_grad] == frozen
         assert not network.training
 
 

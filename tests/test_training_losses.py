@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.data import ArraySource, iterate_batches
+from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
 from patchproof.models._networks import AblatedResNet, BagNet
@@ -130,8 +131,9 @@ def test_the_interval_loss_grows_from_plain_training_to_the_bounds_of_patches():
     assert loss(classifier, images, labels, 0.1) == plain
     with seeded(4):
         places = loss.places(images)
-    sizes = {(int(p.any(dim=1).sum()), int(p.any(dim=0).sum())) for p in places.flatten(0, 2)}
-    assert sizes <= set(THREAT.patch_sizes)
+        drawn = IntervalLoss(THREAT, positions=2000).places(images)
+    every = inside(all_places(THREAT), THREAT.image_size)
+    assert {place.numpy().tobytes() for place in drawn.flatten(0, 1)} == {place.numpy().tobytes() for place in every}
     with seeded(4):
         found = loss(classifier, images, labels, 0.7)
     bounds = [

@@ -252,6 +252,18 @@ def test_memory_of_an_image_applies_to_its_mirror_image(generator):
     assert not torch.equal(fresh(now, images, labels, indices=every), chosen[0]), "the memory matters"
 
 
+def test_images_without_indices_are_searched_and_not_remembered(generator):
+    images, labels = torch.rand(5, 2, 28, 28, generator=generator), torch.arange(5) % 3
+    network, indices = reference.Curved((28, 28), 3, generator), torch.arange(5)
+    memory = masking_strategy("memory", image_size=(28, 28), generator=generator, tries=(2, 2, 2, 1))
+    for _ in range(2):
+        memory(network, images, labels, indices=indices)
+    before = memory.table.nan_to_num(-1)
+    assert torch.equal(memory(network, images, labels), build("greedy", (28, 28))(network, images, labels))
+    memory.observe(torch.rand(2, 5), indices=indices)
+    assert torch.equal(memory.table.nan_to_num(-1), before)
+
+
 @pytest.mark.slow
 def test_a_hole_aimed_at_the_label_reveals_it_and_one_aimed_at_the_prediction_does_not():
     """A network trained on holes that hide the evidence for the true label predicts *better* with such a hole than

@@ -134,18 +134,21 @@ def test_the_fast_copy_follows_every_way_of_changing_the_weights(classifier, ima
 
 
 def test_every_new_batch_sees_weights_changed_behind_torchs_back(classifier, images):
-    threat = pp.PatchThreat.square(image_size=(28, 28), pixels=3)
-    masks = pp.covering_masks(threat, per_axis=2)
+    engine = Measured(precision="bf16", tau=1e-9, tau_fp32=1e-12)
+    threat, labels = pp.PatchThreat.square(image_size=(28, 28), pixels=3), torch.zeros(6, dtype=torch.int64)
 
-    def defense(classifier, tau):
-        engine = Measured(precision="bf16", tau=tau, tau_fp32=1e-12)
-        return pp.PatchCleanser(classifier, masks, threat, engine=engine)
+    def ways(classifier):
+        """Whatever asks for passes, batch after batch."""
+        masked = pp.defense("patchcleanser", classifier, threat, per_axis=2, engine=engine)
+        views = pp.defense("smoothed-vit", classifier, threat, band=12, engine=engine)
+        greedy = pp.masking_strategy("greedy3x3", image_size=(28, 28), generator=torch.Generator(), engine=engine)
+        return masked.predict, masked.evaluator.labels, views.predict, lambda x: greedy(classifier, x, labels)
 
-    defense(classifier, 1e9).predict(images)
-    for parameter in classifier.parameters():
-        parameter.data.mul_(-1)
-    fresh = defense(copy.deepcopy(classifier), 1e-9).predict(images)
-    assert torch.equal(fresh, defense(classifier, 1e-9).predict(images))
+    for number, ask in enumerate(ways(classifier)):
+        ask(images)
+        for parameter in classifier.parameters():
+            parameter.data.mul_(-1)
+        assert torch.equal(ask(images), ways(copy.deepcopy(classifier))[number](images))
 
 
 def test_the_fast_copy_can_be_made_inside_inference_mode(classifier, images):

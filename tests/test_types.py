@@ -86,6 +86,7 @@ WRONG = {
     "pp.load_classifier('small', 3)": "weights must be text or a path, not 3",
     "pp.load_classifier('small', 'random', num_classes='4')": "num_classes must be a whole number or None, not '4'",
     "pp.load_classifier('small', 'random', num_classes=0)": "num_classes must be at least 1, not 0",
+    "pp.load_classifier('small', 'random', class_names={'a'})": "class_names must be a list of names or None, not {'a'",
     "pp.Ensemble([classifier, 3])": "members must be a list of at least one classifier, e.g. pp.Ensemble([first, secon",
     "pp.Ensemble([classifier, lambda images: images[:, 0, 0]])(images)": "agree in their classes: they have [3, 8]",
 }
@@ -96,6 +97,7 @@ RIGHT = (
     "not pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)]).uncovered(threat)",
     "Preprocessing(numpy.int64(8)) == Preprocessing(8)",
     "strategy(image_size=numpy.array([8, 8])).mask_sets == strategy().mask_sets",
+    "len(pp.covering_masks(threat, per_axis=numpy.array([1, 2]))) == 2",
     "pp.open_dataset('fashion-mini', data_dir='x').split == 'test'",
     "hash(pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)])) == hash(pp.MaskSet((8, 8), (pp.Rect(0, 0, 8, 8),)))",
 )

@@ -102,7 +102,8 @@ class SmoothedViTOptions(Checked):
     stride: int = 10
     """Pixels from one view to the next."""
     certificate: Certificate = "count"
-    """`count` is the paper's certificate; `exact` checks each location of the patch, and never certifies less."""
+    """`count` is the paper's certificate, with Δ counted, since the paper's formula for Δ can be too small; `exact`
+    checks each location of the patch, and never certifies less."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,8 +124,9 @@ def _fits(value: Any, hint: Any) -> bool:
         except TypeError:  # a tensor of one number has no items
             items = []
         return len(items) == len(parts) and all(map(_fits, items, parts))
-    if hint == Sequence[str]:  # text is a sequence of letters
-        return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(x, str) for x in value)
+    if hint == Sequence[str]:  # text is a sequence of letters, and a set has no order
+        listed = isinstance(value, Collection) and not isinstance(value, str | set | frozenset)
+        return listed and all(isinstance(name, str) for name in value)
     if origin is Literal:
         return value in parts
     if origin in (Callable, Mapping):

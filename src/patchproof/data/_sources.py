@@ -24,7 +24,7 @@ from patchproof.types import InputError, Size, kind_of, note
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 SAMPLED_SIZES = 16
-"""Images, spread evenly over a data set, whose sizes decide how all of its images are resized."""
+"""At most so many images, spread evenly over a data set, decide by their sizes how all of its images are resized."""
 
 EXPECTED = (
     "expected a sequence of (image, label), PIL images or float tensors (c h w), e.g. [(Image.open('cat.png'), 0)]"
@@ -61,10 +61,7 @@ class ImageSource(Protocol):
         """The distinct (height, width) of the images."""
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
-        """A digest of the paths, labels, and pixels; sequences only read those at `indices`.
-
-        Of files it covers the sizes, not the contents, which would take as long to read as to certify.
-        """
+        """A digest of the paths, labels, and pixels (of files, the sizes); sequences only read those at `indices`."""
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,13 @@ class ExactLogits:
         for number, cell in enumerate(torch.linspace(0, len(keep) - 1, 16).long().unique().tolist()):
             row, column = divmod(cell, grid[1])
             one = slice(number % len(images), number % len(images) + 1)
-            expected = finite(torch.cat([logits[one], uniform]))
+            expected = torch.cat([logits[one], uniform])
             changed = self.local_logits(torch.where(keep[cell], torch.cat([images[one], extremes]), outside))
-            change = float((finite(changed) - expected)[:, :, row, column].abs().max())
-            if change > ROUNDING * float(expected.abs().max().clamp(min=1)):
+            change = (finite(changed) - finite(expected))[:, :, row, column].abs().amax(dim=1)
+            if (change > rounding(expected.flatten(2))[:, 0, 0]).any():
                 raise CheckError(
-                    f"the receptive field {self.receptive_field} (size, stride, offset) is not what "
-                    f"the network has: pixels outside it change the logits of cell ({row}, {column}) by {change:.3g}"
+                    f"the receptive field {self.receptive_field} (size, stride, offset) is not what the network has: "
+                    f"pixels outside it change the logits of cell ({row}, {column}) by {float(change.max()):.3g}"
                 )
         self.checked = True
 
@@ -103,6 +103,12 @@ class ExactLogits:
 def finite(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
     """The logits within ±LARGEST; NaN is 0, because any value will do for a cell that a patch controls."""
     return logits.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST)
+
+
+def rounding(logits: Float[Tensor, "b classes n"]) -> Float[Tensor, "b 1 1"]:
+    """The assumed error of each image's logits; those that are NaN or beyond ±LARGEST do not make it larger."""
+    known = logits.abs() < LARGEST
+    return ROUNDING * logits.where(known, 0).abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,7 @@ class LocalDefense(EvidenceDefense):
         logits = self.exact.local_logits(images, self.images_at_once)
         self.exact.check_fields(images, logits, self.threat.image_size)
         cells, passes = logits.flatten(2), torch.ones(len(images), dtype=torch.int64, device=images.device)
-        known = cells.abs() < LARGEST  # other ones may have any evidence
-        off = ROUNDING * cells.where(known, 0).abs().amax(dim=(1, 2), keepdim=True).clamp(min=1)
+        known, off = cells.abs() < LARGEST, rounding(cells)  # unknown cells may have any evidence
         low, high = (cells - off).where(known, -LARGEST), (cells + off).where(known, LARGEST)
         found, low, high = map(self.local_evidence, (finite(cells), low, high))
         return Evidence(found, low, high, self.windows(logits), passes)

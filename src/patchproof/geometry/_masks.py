@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement, pairwise, product
@@ -276,7 +276,7 @@ def covering_masks(threat: PatchThreat, *, per_axis: int | tuple[int, int], alig
     Against two patches, the set holds these masks and the unions of every two of them: if one mask hides the first
     patch and another the second, their union hides both. With `align` (height, width), mask edges are multiples of it.
     """
-    counts = per_axis if isinstance(per_axis, Sequence) else (per_axis, per_axis)
+    counts = per_axis if isinstance(per_axis, Iterable) else (per_axis, per_axis)
     rows, columns = map(_axis_masks, threat.image_size, threat.largest, counts, align or (1, 1))
     grid = _grid(rows, columns)
     if threat.patches == 2 and comb(len(grid) + 1, 2) > MOST_PAIRS:

@@ -127,7 +127,8 @@ def replace_head(
 ) -> ImageClassifier:
     """Return a copy of the classifier with a last layer for other classes.
 
-    It keeps rows of the old layer if that has all of these classes by name, and is drawn from `seed` otherwise.
+    It keeps rows of the old layer if that has all of these classes by name and is built alike, and is drawn from `seed`
+    otherwise.
     """
     module: Any = copy.deepcopy(classifier.module)
     if not callable(getattr(module, "reset_classifier", None)):
@@ -143,8 +144,10 @@ def replace_head(
     head = f"fresh head for {num_classes} classes"
     if class_names and set(class_names) <= set(known) and isinstance(before, (nn.Linear, nn.Conv2d)):
         rows = torch.tensor([known.index(name) for name in class_names], device=classifier.mean.device)
-        module.get_classifier().load_state_dict({name: value[rows] for name, value in before.state_dict().items()})
-        head = f"its own head for {num_classes} of its {len(known)} classes"
+        kept, after = {name: value[rows] for name, value in before.state_dict().items()}, module.get_classifier()
+        if {n: t.shape for n, t in kept.items()} == {n: t.shape for n, t in after.state_dict().items()}:
+            after.load_state_dict(kept)
+            head = f"its own head for {num_classes} of its {len(known)} classes"
     source = f"{classifier.source}, {head}"
     changed = rewrap(classifier, module=module, num_classes=num_classes, class_names=class_names, source=source)
     return changed.train(classifier.training)

@@ -90,18 +90,6 @@ class Trainer:
         self.plan, self.data, self.accelerator = plan, data, accelerator
         self.classifier = classifier.to(memory_format=torch.channels_last)
         self.steps_per_epoch = _steps_per_epoch(classifier, plan, len(data.indices), accelerator.num_processes)
-        self.trainable = [p for p in classifier.parameters() if p.requires_grad]
-        if plan.head_only:
-            classifier.requires_grad_(False)
-            _head(classifier).requires_grad_(True)
-        trained = [p for p in classifier.parameters() if p.requires_grad]
-        optimizer: torch.optim.Optimizer
-        if plan.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
-        else:
-            optimizer = torch.optim.SGD(
-                trained, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay
-            )
         size = classifier.input_size
         patch = PatchThreat(size, parse_patches(plan.mask_patch, size))
         loss = LOSSES[plan.loss](classifier, patch) if isinstance(plan.loss, str) else plan.loss
@@ -120,7 +108,6 @@ class Trainer:
             # The loss `ibp` changes with the progress, so it would be compiled again in every step.
             compiled=plan.compile and plan.loss == "bagcert",
         )
-        self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         self.generator = torch.Generator()
         self.strategy: MaskingStrategy
         if isinstance(plan.strategy, str):
@@ -130,6 +117,20 @@ class Trainer:
         else:
             self.strategy = plan.strategy
             state_of(self.strategy)  # refuses at once a memory that could not be saved
+        self.trainable = [(p, p.requires_grad) for p in classifier.parameters()]
+        if plan.head_only:
+            head = _head(classifier)
+            classifier.requires_grad_(False)  # after all that may be refused, which then leaves nothing frozen
+            head.requires_grad_(True)
+        trained = [p for p in classifier.parameters() if p.requires_grad]
+        optimizer: torch.optim.Optimizer
+        if plan.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
+        else:
+            optimizer = torch.optim.SGD(
+                trained, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay
+            )
+        self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         begun = {k: v.detach().clone() for k, v in classifier.state_dict().items()}
         self.start = begun if plan.start_share else None
         self.average = {k: v.clone() for k, v in begun.items()} if plan.ema else None
@@ -154,8 +155,8 @@ class Trainer:
 
     def close(self) -> None:
         """Hand the classifier back in eval mode, with the same parameters trainable as before."""
-        for parameter in self.trainable:
-            parameter.requires_grad_(True)
+        for parameter, before in self.trainable:
+            parameter.requires_grad_(before)
         self.classifier.eval()
 
     def run(self) -> Iterator[StepReport]:
