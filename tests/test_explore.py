@@ -74,7 +74,10 @@ def test_findings_equal_the_reference(seed):
         copies = found.copies
         assert (copies.labels.tolist(), copies.margins.tolist(), copies.right.tolist()) == (told, margins, right)
         assert copies.count(~copies.right) == sum(not right[a][b] for a in range(n) for b in range(a, n))
-        assert ("Certified" in verdict(found, name, double)) == found.certified
+        said, wrong = verdict(found, name, double), answer != label
+        assert ("Certified" in said) == found.certified
+        assert ("may be able to change the answer" in said) == (not found.certified and not wrong)
+        assert ("The answer is wrong even without a patch." in said) == wrong
         one = study(single, evaluator, image, label)
         assert one.copies.labels.tolist() == [[told[a][a] for a in range(n)]]
         assert one.copies.margins.tolist() == [[margins[a][a] for a in range(n)]]
