@@ -74,7 +74,10 @@ def test_findings_equal_the_reference(seed):
         copies = found.copies
         assert (copies.labels.tolist(), copies.margins.tolist(), copies.right.tolist()) == (told, margins, right)
         assert copies.count(~copies.right) == sum(not right[a][b] for a in range(n) for b in range(a, n))
-        assert ("Certified" in verdict(found, name, double)) == found.certified
+        said, wrong = verdict(found, name, double), answer != label
+        assert ("Certified" in said) == found.certified
+        assert ("may be able to change the answer" in said) == (not found.certified and not wrong)
+        assert ("The answer is wrong even without a patch." in said) == wrong
         one = study(single, evaluator, image, label)
         assert one.copies.labels.tolist() == [[told[a][a] for a in range(n)]]
         assert one.copies.margins.tolist() == [[margins[a][a] for a in range(n)]]
@@ -270,7 +273,8 @@ def test_two_patches_are_placed_one_at_a_time_and_optimised_together(monkeypatch
     shown = explorer.pick(records[0]).moved(20, 20)
     shown = replace(shown, chosen=1).moved(3, 4)
     assert [one.rect[:2] for one in shown.patches] == [(20, 20), (3, 4)]
-    assert re.search(r"(No two|Two) 5×5 patches", verdict(shown.finding, explorer.name, explorer.defense))
+    right = replace(shown.finding, answer=shown.finding.label)
+    assert re.search(r"(No two|Two) 5×5 patches", verdict(right, explorer.name, explorer.defense))
     page = draw.patched_view(shown, explorer.size)
     assert page.count("pp-frame") == 2
     assert "a patch at row 20, column 20 and a patch at row 3, column 4" in page

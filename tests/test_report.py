@@ -446,7 +446,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str, int]] = [
     (damage_last_line, r"the last line of records.jsonl is cut short and left out", 59),
     (damage_last_line, r"partial: 59 of 60 images are done; resume the run to finish it", 59),
     (damage_a_line, r"^damaged: 2 lines of records.jsonl, left out: 5, 10$", 58),
-    (damage_a_line, r"partial: 58 of 60 .* just the failures; remove line 5 of .*, then continue with resume", 58),
+    (damage_a_line, r"partial: 58 of 60 .* just the failures; remove line 5 of .*, then resume the run$", 58),
     (repeat_a_line, r"1 record repeats an image; the first of each counts", 60),
     (contradict, r"results.json contradicts the records, which count: it says certified (\d+) of 60, the records", 60),
     (certify_a_wrong_answer, r"images are recorded as certified but answered wrong, which a certificate rules out", 60),

@@ -154,6 +154,17 @@ def test_a_place_outside_the_image_costs_the_card_and_not_the_page(pets, tmp_pat
     assert "defended, attacked" in report.html()
 
 
+@pytest.mark.parametrize("place", [20, (20, 1, 5), (20, 1, 5, 5, 5), ((20, 1, 5, 5),)])
+def test_a_kept_place_that_is_none_costs_the_card_and_not_the_page(pets, tmp_path, place):
+    content, records = pets
+    folder = write_run(tmp_path / "attack", content, [fallen(record, place=None) for record in records])
+    (folder / "patches").mkdir()
+    kept = {"undefended": torch.rand(3, 5, 5), "undefended_label": torch.tensor(0)}
+    for record in records:
+        save_file(kept | {"undefended_place": torch.tensor(place)}, folder / "patches" / f"{record.index}.safetensors")
+    assert attacked(build_report([folder])).cards == []
+
+
 def test_attacks_stand_beside_certifications(folder, tmp_path):
     plain = write_run(tmp_path / "certify", manifest(count=60), random_records(60))
     (table,) = attacked(build_report([plain, folder])).tables

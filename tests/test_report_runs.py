@@ -130,7 +130,8 @@ def test_a_card_shows_the_image_and_the_copy_that_decided(real, name):
 
 
 @pytest.mark.parametrize(
-    "evidence", [{}, {"votes": 3}, {"witness": None}, {"witness": {"masks": [0, 9]}}, {"witness": {"masks": "0"}}]
+    "evidence",
+    [{}, {"votes": 3}, {"witness": None}, *({"witness": {"masks": masks}} for masks in ([0, 9], "0", [1.0], [True]))],
 )
 def test_without_masks_in_the_evidence_the_image_is_shown_alone(real, evidence):
     run = read_run(real / "greedy" / "certify-3")

@@ -366,6 +366,13 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     assert all(torch.equal(network.state_dict()[name], value) for name, value in again.state_dict().items())
 
 
+def test_a_training_that_is_refused_for_its_manifest_freezes_nothing():
+    network, plan = pp.load_classifier("small", "embedded"), pp.Plan(strategy="none", epochs=1, head_only=True)
+    with pytest.raises(pp.InputError, match="config must be JSON"):
+        pp.train(network, PICTURES, plan, config={"mine": {1}})
+    assert all(parameter.requires_grad for parameter in network.parameters())
+
+
 def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):
     def row(name):
         return next(row for row in runs_below(tmp_path) if row["run"] == name)

@@ -163,7 +163,9 @@ def verdict(finding: Finding, name: Name, defense: Any) -> str:
     patch, some = f"{size} patch", f"A {size} patch"
     if defense.threat.patches == 2:
         patch, some = f"two {size} patches", f"Two {size} patches"
-    if not finding.certified:
+    if not finding.certified and finding.answer not in (finding.label, -1):
+        follows = "The answer is wrong even without a patch."
+    elif not finding.certified:
         follows = f"{some} may be able to change the answer{' without an alarm' if detects else ''}."
     elif detects:
         follows = f"Under any {patch}, anywhere on this image, the answer is {right} or an alarm."

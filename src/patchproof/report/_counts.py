@@ -65,7 +65,7 @@ def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], 
     if run.masks is None or not isinstance(found, Mapping):
         return (), None
     masks, label = found.get("masks"), found.get("label")
-    if not isinstance(masks, list) or not all(number in range(len(run.masks)) for number in masks):
+    if not isinstance(masks, list) or not all(type(n) is int and 0 <= n < len(run.masks) for n in masks):
         return (), None
     numbers = [run.masks.blocks.index(rect) for number in masks for rect in run.masks.parts[number]]
     return tuple(dict.fromkeys(numbers)), label if isinstance(label, int) else None

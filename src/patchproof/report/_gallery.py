@@ -154,10 +154,10 @@ def kept_patches(path: Path, name: str) -> tuple[dict[tuple[int, ...], Tensor | 
     try:
         found = load_file(path)
         names = [one for one in (name, f"{name}_2") if one in found]
-        places = [tuple(found[f"{one}_place"].tolist()) for one in names]
+        places = [Rect(*map(int, found[f"{one}_place"].tolist())) for one in names]
         patches = [found[one].float().clamp(0, 1) for one in names]
         return dict(zip(places, patches, strict=True)), int(found[f"{name}_label"])
-    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError):
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RuntimeError):
         return {}, None
 
 

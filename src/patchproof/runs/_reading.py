@@ -291,7 +291,7 @@ def _notices(
         yield (
             f"partial: {len(run.records):,} of {run.planned:,} images are counted, without those of damaged lines, "
             f"which may be just the failures; remove line {damaged[0]} of records.jsonl and all lines after it, then "
-            "continue with resume=True"
+            "resume the run"
         )
     elif len(run.records) < run.planned:
         yield f"partial: {len(run.records):,} of {run.planned:,} images are done; {_goes_on(run.folder)}"

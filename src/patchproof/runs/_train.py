@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -145,9 +145,12 @@ def train(
     if test is not None:
         images["test"] = source_facts(as_source(test))
     trainer = loop.Trainer(network, training_data, plan, accelerator=accelerator, masks=masks, chunk=chunk)
-    manifest = _manifest(trainer, shipped, images, config)
-    longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
-    with closing(trainer), nullcontext() if place is None else place.open(manifest, resume=resume, longer=longer):
+    with ExitStack() as stack:
+        stack.enter_context(closing(trainer))
+        manifest = _manifest(trainer, shipped, images, config)
+        longer = partial(_goes_on_longer, plan=trainer.plan, current=manifest, folder=path)
+        if place is not None:
+            stack.enter_context(place.open(manifest, resume=resume, longer=longer))
         notes: dict[str, Any] = {"loss": 0.0, "images": 0, "epochs": [], "best": None, "seconds": 0.0}
         if path is not None:
             notes |= load_training(path / "checkpoint-last", trainer) or {}
