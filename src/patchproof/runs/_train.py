@@ -32,7 +32,7 @@ from patchproof.runs._manifest import (
     require_labels,
     source_facts,
 )
-from patchproof.runs._measure import output_count
+from patchproof.runs._measure import bare_logits
 from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
@@ -385,4 +385,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource, *, skip_bad
     size = size or sizes.pop()
     channels = some[0].shape[0] if isinstance(some[0], Tensor) else 3
     images = torch.zeros(1, channels, *size, device=next(classifier.parameters()).device)
-    return adopt(classifier, input_size=size, num_classes=output_count(classifier, images), channels=channels)
+    classes = int(bare_logits(classifier, images).shape[1])
+    return adopt(classifier, input_size=size, num_classes=classes, channels=channels)
