@@ -20,8 +20,7 @@ from patchproof.data import ImageSource, preprocess
 from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, occlude
 from patchproof.report._counts import outcomes, witness
-from patchproof.runs import Record, StoredCertification
-from patchproof.runs._reading import count_words, printable
+from patchproof.runs import Record, StoredCertification, count_words, printable
 from patchproof.types import PatchproofError, Preprocessing, Size
 
 SMALL = 64
