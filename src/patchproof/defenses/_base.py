@@ -74,6 +74,7 @@ class Defense(Protocol):
     - `surrogate(images)`: differentiable scores that an attack climbs instead of F;
     - `explain(image)`: all predictions that the answer follows from, as JSON, kept with a certificate that fell;
     - `images_at_once`: a good number of images per call; `most_passes`: the most passes per image;
+    - `table_bytes(masks)`: memory for tables about these masks, which a run compares with what is free;
     - `evidence`: the evidence fields that the record of an unreadable image leaves empty;
     - `device`: where images must be, if that is not the classifier's device.
     """
