@@ -16,6 +16,7 @@ from patchproof.cli._settings import BenchSettings, CertifySettings, DataSetting
 from patchproof.data import ImageSource, open_dataset, require_workers
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, parse_patches, parse_size
+from patchproof.machine import require_free
 from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import (
@@ -27,7 +28,7 @@ from patchproof.runs import (
     require_command,
 )
 from patchproof.settings import AttackPlan
-from patchproof.types import InputError, Size, require_free
+from patchproof.types import InputError, Size
 
 LOGGER = logging.getLogger("patchproof")
 

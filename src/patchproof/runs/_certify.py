@@ -19,6 +19,7 @@ from torch import Tensor
 from patchproof.attacks import AttackPlan, OnStep
 from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import Defense, assess, device_of, require_defense
+from patchproof.machine import require_free
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, as_images, images_ahead
 from patchproof.models import classifier_summary, weights_sha256
 from patchproof.runs._attack import Attacker
@@ -40,7 +41,7 @@ from patchproof.runs._manifest import (
 from patchproof.runs._measure import bare_logits, engine_of, measure_tau
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Record, Results, Tally
 from patchproof.runs.executors import Executor, default_workers, launched
-from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free, require_kinds
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_kinds
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""

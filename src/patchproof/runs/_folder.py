@@ -15,10 +15,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from patchproof.geometry import size_words
+from patchproof.machine import BEGIN_AGAIN, require_free
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.settings import TrainingSettings
-from patchproof.types import BEGIN_AGAIN, CheckError, InputError, require_free
+from patchproof.types import CheckError, InputError
 
 FOLLOWS_FROM = {
     "masks": {"patch_sizes", "patches", "image_size", "name"},

@@ -21,21 +21,12 @@ from typing import Any
 
 from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
+from patchproof.machine import BEGIN_AGAIN, require_run
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
-from patchproof.types import (
-    BEGIN_AGAIN,
-    CheckError,
-    InputError,
-    PatchproofError,
-    Preprocessing,
-    Size,
-    require_one_of,
-    require_run,
-    visible,
-)
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, require_one_of, visible
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
 
