@@ -1,4 +1,4 @@
-"""What all layers share: types, errors that a user can cause, checks of arguments, and preprocessing."""
+"""What all layers share: types, errors that a user can cause, checks of arguments, short words, and preprocessing."""
 
 from __future__ import annotations
 
@@ -177,6 +177,25 @@ def kind_of(value: Any) -> str:
 def visible(text: str) -> str:
     """`text` on one line, with unprintable characters as escapes such as \\x1b or \\udcff."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def printable(text: str) -> str:
+    """The text on one line of at most 200 characters that can be shown."""
+    return shortened(visible(text), 200)
+
+
+def shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def shortened_name(name: str, longest: int) -> str:
+    """Shorten a name in the middle, because names of runs mostly differ at the end."""
+    head = longest // 3
+    return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
+
+
+def count_words(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,8 @@ from patchproof.report._gallery import SMALL
 from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
 from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
-from patchproof.runs import (
-    Rate,
-    StoredTraining,
-    count_words,
-    dump_json,
-    printable,
-    read_runs,
-    shortened,
-    write_atomically,
-)
-from patchproof.types import InputError
+from patchproof.runs import Rate, StoredTraining, dump_json, read_runs, write_atomically
+from patchproof.types import InputError, count_words, printable, shortened
 from patchproof.version import __version__
 
 GENERATOR = "patchproof report"

@@ -10,8 +10,9 @@ from patchproof.report._counts import FEW_PER_CLASS, MOST_CLASSES, Comparison, P
 from patchproof.report._figures import INK, Picture, dots, drawing, error_line, numbers, percent_axis
 from patchproof.report._tables import SHOWN_ROWS, Cell, Column, Section, Table, percent
 from patchproof.report._trace import TracedRun, rate_note, split_words
-from patchproof.runs import ACCURACIES, printable, shortened, shortened_name
+from patchproof.runs import ACCURACIES
 from patchproof.training import STRATEGIES
+from patchproof.types import printable, shortened, shortened_name
 
 NO_NAME = "† The training strategy is not known; the name is the folder of the first run with these weights."
 CONTEXT = (

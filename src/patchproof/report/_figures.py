@@ -23,7 +23,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.transforms import ScaledTranslation
 
 from patchproof.report._counts import Paired
-from patchproof.runs import Rate, shortened
+from patchproof.runs import Rate
+from patchproof.types import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")

@@ -37,14 +37,10 @@ from patchproof.runs._reading import CHECKPOINTS as CHECKPOINTS
 from patchproof.runs._reading import StoredCertification as StoredCertification
 from patchproof.runs._reading import StoredTraining as StoredTraining
 from patchproof.runs._reading import class_words as class_words
-from patchproof.runs._reading import count_words as count_words
 from patchproof.runs._reading import find_images as find_images
 from patchproof.runs._reading import find_weights as find_weights
-from patchproof.runs._reading import printable as printable
 from patchproof.runs._reading import read_run as read_run
 from patchproof.runs._reading import read_runs as read_runs
-from patchproof.runs._reading import shortened as shortened
-from patchproof.runs._reading import shortened_name as shortened_name
 from patchproof.runs._record import ACCURACIES as ACCURACIES
 from patchproof.runs._record import ATTACK_ACCURACIES as ATTACK_ACCURACIES
 from patchproof.runs._record import AttackFindings as AttackFindings

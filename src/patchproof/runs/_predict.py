@@ -25,8 +25,8 @@ from patchproof.runs._attack import as_judge
 from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
-from patchproof.runs._reading import StoredCertification, printable
-from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, require_kinds
+from patchproof.runs._reading import StoredCertification
+from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, printable, require_kinds
 
 FIRST = 4
 """Images in the first batch; each later batch has twice as many, so that the first answers come soon."""
