@@ -1,5 +1,6 @@
 """Runs: one Python call per verb of the command line; folders, records, manifests, resuming, executors."""
 
+from patchproof.runs._attack import as_judge as as_judge
 from patchproof.runs._certify import attack as attack
 from patchproof.runs._certify import certify as certify
 from patchproof.runs._cost import Cost as Cost
