@@ -16,11 +16,16 @@ from common import DEVICE, machine, parser, write
 
 from patchproof.masking import AUTOCAST, Engine, MaskedForward, network
 from patchproof.models import load_classifier
-from patchproof.throughput import wait
 from patchproof.training import masking_strategy
 from patchproof.training.losses import masked_loss
 
 SEARCH_PASSES = 25
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -345,6 +345,7 @@ WRONG = [
     ("predict file --like nowhere --patch 5%", "--like takes the settings of the run: leave out --patch"),
     ("certify --dataset file", "'file' is a file, not a folder of class folders; `patchproof predict` takes images"),
     ("certify --weights random --defense nope", "unknown defence `nope`; known are patchcleanser, alarm"),
+    ("certify --defense alrm", "unknown defence `alrm`; did you mean `alarm`?"),
     ("certify --weights random --defense alarm --exhaustive", "Unknown option: --exhaustive"),
     ("bench --defense alarm", "bench measures patchcleanser, not alarm"),
     ("attack --weights random --steps 0", "--steps must be at least 1, not 0"),
@@ -752,6 +753,7 @@ def test_what_needs_no_network_imports_no_torch():
     commands = ["--version", "--help", "certfy", "certify --modle x", "train --help", "explore --port 99999"]
     commands += ["explore --host nowhere.invalid", "report nowhere", "report /etc", "explore nowhere"]
     commands += ["predict none.png", "certify --output file", "certify nowhere", "predict file --like no --patch 5%"]
+    commands += ["certify --defense alrm"]
     Path("file").write_text("")
     for command, said in zip(commands, without_torch(*commands), strict=True):
         assert said.endswith(f"{command}: True"), said

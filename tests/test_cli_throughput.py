@@ -10,10 +10,9 @@ import torch
 
 import patchproof as pp
 import reference
-from patchproof import throughput
-from patchproof.cli import bench, run
+from patchproof.cli import _throughput, bench, run
+from patchproof.cli._throughput import peer_certify, peer_predict, raw_rate
 from patchproof.models import EMBEDDED_SOURCE, load_classifier
-from patchproof.throughput import peer_certify, peer_predict, raw_rate
 from small_model import plain_classifier
 
 THREAT = pp.PatchThreat.square(image_size=(28, 28), pixels=5)
@@ -55,7 +54,7 @@ def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
 
 def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(throughput, "SCALED_PASSES", 100)
+    monkeypatch.setattr(_throughput, "SCALED_PASSES", 100)
     path = tmp_path / "bench.json"
     words = "bench --model small --weights random --surviving --precision bf16 --scaling --reference"
     numbers = "--limit 4 --peer-images 1 --seconds 0.05 --batch-size 16"

@@ -94,6 +94,7 @@ def test_only_masking_defences_accept_two_patches_and_describe_them(monkeypatch)
     monkeypatch.setattr("patchproof.runs._cost.free_memory", lambda: 200_000_000)
     with pytest.raises(InputError, match=r"2,080 masks make up to 679,120 masked copies .* per_axis 6 is the most"):
         require_memory(large)
+    require_memory(pp.defense("alarm", classifier, large.threat, per_axis=8))  # it has no table of pairs
     for name in set(pp.DEFENSES) - {"patchcleanser", "alarm"}:
         with pytest.raises(InputError, match=f"{name} certifies against one patch, not 2; patchcleanser and alarm"):
             pp.defense(name, classifier, two)

@@ -338,7 +338,17 @@ class Seeing(Bare):
         return torch.stack([0.5 - light, light - 0.5], dim=1)
 
 
-@pytest.mark.parametrize("defense", [Bare(), Seeing()])
+class Tuned(Seeing):
+    """A defence that takes the measured τ and has no `evaluator`."""
+
+    def __init__(self, engine=None):
+        self.engine = engine or pp.Engine()
+
+    def with_engine(self, engine):
+        return Tuned(engine)
+
+
+@pytest.mark.parametrize("defense", [Bare(), Seeing(), Tuned()])
 def test_any_defence_can_be_explored(defense, tmp_path):
     file = tmp_path / "own.png"
     Image.new("RGB", (40, 40), (140, 140, 140)).save(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ def test_no_layer_knows_the_ones_above_it():
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_room_looks_into_a_private_module_of_another():
+    for path in Path(patchproof.__file__).parent.glob("*/*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+        for name in [f"{node.module}.{alias.name}" for node in imports for alias in node.names]:
+            private = re.fullmatch(r"patchproof\.(\w+)\.(.+\.)?_[a-z].*", name)
+            assert private is None or private[1] == path.parent.name, f"{path}: {name}"
 
 
 def test_shapes_and_types_of_calls_are_checked_in_these_tests():

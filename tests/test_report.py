@@ -22,10 +22,10 @@ from patchproof.report._certification import bin_edges
 from patchproof.report._figures import COLOURS, INK, series_style
 from patchproof.report._tables import Column, Table, csv_text, duration, latex, markdown
 from patchproof.runs._folder import RunFolder
-from patchproof.runs._reading import class_words, printable, read_run, read_runs
+from patchproof.runs._reading import class_words, read_run, read_runs
 from patchproof.runs._record import Rate, Record
 from patchproof.runs._status import run_status
-from patchproof.types import CheckError, InputError
+from patchproof.types import CheckError, InputError, printable
 from run_folders import CLASSES, detection, manifest, random_records, write_run, write_training
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}

@@ -27,7 +27,8 @@ from patchproof.report._tables import csv_text
 from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import COLUMNS, SHADE
 from patchproof.runs import certify, train
-from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs, shortened_name
+from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
+from patchproof.types import shortened_name
 from run_folders import CLASSES, detection, manifest, random_records, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -80,6 +80,25 @@ def test_tau_is_measured_by_the_run_and_kept_in_its_manifest(tmp_path):
         assert found.content["audit"]["largest_change"] <= tau["fast"]
 
 
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_a_function_is_known_by_its_answers_when_a_run_is_resumed(tmp_path, ensemble):
+    """It has no weights to compare, nor has an ensemble with a function in it."""
+    network = plain_classifier()
+
+    def certify(change):
+        def function(images):
+            return change(network(images))
+
+        classifier = pp.Ensemble([network, function]).eval() if ensemble else function
+        return pp.certify(double_masking(classifier), PICTURES, folder=tmp_path, resume=True)
+
+    whole = certify(lambda logits: logits)
+    assert certify(lambda logits: logits + 1e-6).records == whole.records
+    for change in (lambda logits: logits.flip(1), lambda logits: 2 * logits):
+        with pytest.raises(CheckError, match=r"cannot be continued: answer to the first image was \[.*, now \["):
+            certify(change)
+
+
 class Stop(Exception):
     """Raised by a callback on purpose."""
 

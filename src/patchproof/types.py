@@ -1,19 +1,16 @@
-"""What all layers share: types, errors that a user can cause, checks of arguments and folders, and preprocessing."""
+"""What all layers share: types, errors that a user can cause, checks of arguments, short words, and preprocessing."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -183,6 +180,25 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def printable(text: str) -> str:
+    """The text on one line of at most 200 characters that can be shown."""
+    return shortened(visible(text), 200)
+
+
+def shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def shortened_name(name: str, longest: int) -> str:
+    """Shorten a name in the middle, because names of runs mostly differ at the end."""
+    head = longest // 3
+    return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
+
+
+def count_words(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """How an image of any size becomes the network input: resize, then crop the centre.
@@ -210,80 +226,3 @@ class Preprocessing:
                 object.__setattr__(self, name, value)
         if self.cover and not isinstance(self.resize, tuple):
             raise InputError(f"an image can cover a (height, width), not {self.resize}")
-
-
-BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
-LEFTOVERS = {".lock", "manifest.json.part"}
-"""Files that a run leaves in its folder if it is killed at once."""
-
-
-def require_free(folder: Path | None, *, resume: bool) -> None:
-    """Refuse a folder that cannot be created or holds other things, or holds a run if `resume` is False."""
-    if folder is None:
-        if resume:
-            raise InputError("resume=True continues the run in a folder; give folder=… too")
-        return
-    if is_blank(folder):
-        raise InputError(f"folder must be a path, not {str(folder)!r}")
-    try:
-        there = next((place for place in (folder, *folder.parents) if place.exists()), None)
-        held = {entry.name for entry in folder.iterdir()} - LEFTOVERS if folder.is_dir() else set()
-    except OSError as error:
-        raise InputError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
-    if there is not None and not there.is_dir():
-        raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
-    if held and "manifest.json" not in held:
-        raise InputError(f"{folder} holds {min(held)!r} but no manifest.json; choose another folder")
-    if held and not resume:
-        raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
-    require_writable(there or folder, folder)
-
-
-def require_file(path: Path) -> None:
-    """Refuse the path of a file that cannot be written."""
-    if path.is_dir():
-        raise InputError(f"cannot write to {path}: it is a folder; name a file in it")
-    require_writable(path.parent, path)
-
-
-def require_writable(folder: Path, path: Path) -> None:
-    """Refuse a `path` in a folder where nothing can be created, which permissions alone do not tell."""
-    try:
-        TemporaryFile(dir=folder).close()  # without a name, so that a kill leaves nothing
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {path}: {error.strerror}; free space or make it writable, or use another folder"
-        ) from error
-
-
-def require_run(folder: Path | str) -> None:
-    """Refuse a folder without the manifest of a run."""
-    if is_blank(folder):
-        raise InputError(f"the folder of a run must be a path, not {str(folder)!r}")
-    folder = Path(folder)
-    if (folder / "manifest.json").is_file():
-        return
-    if any((folder / lines).exists() for lines in ("records.jsonl", "log.jsonl")):
-        path = folder / "manifest.json"
-        raise CheckError(f"{path} is missing, so what the run measured is not known; {BEGIN_AGAIN}")
-    if not folder.is_dir():
-        raise InputError(f"{folder} is a file, not a folder" if folder.exists() else f"no such folder: {folder}")
-    message = f"{folder} is not the folder of a run: it has no manifest.json"
-    found = chain(folder.glob("*/manifest.json"), folder.glob("*/*/manifest.json"))  # the folder may be a home
-    if runs := sorted(path.parent for path in found):
-        message += f"; it has {len(runs):,} {'run' if len(runs) == 1 else 'runs'} inside, e.g. {runs[0]}"
-    raise InputError(message)
-
-
-def require_address(host: str, port: int | None) -> None:
-    """Refuse a host and port that a server cannot listen on."""
-    if port is not None and not 1 <= port <= 65535:
-        raise InputError(f"port must be from 1 to 65535, not {port}")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-    except (OSError, UnicodeError) as error:
-        place = f"{host}, port {port}" if port else host
-        raise InputError(f"cannot listen on {place}: {error}; choose another host or port") from error

@@ -24,8 +24,9 @@ from patchproof.cli._process import STOP, keep_freed_memory, sleep_while_waiting
 from patchproof.cli._settings import ARGUMENTS, COMMANDS, FLAGS, HEADINGS, SETTINGS, TrainSettings, owners, with_defense
 from patchproof.cli._show import Console
 from patchproof.cli._sources import STANDARD_INPUT, find_flag, in_flags, known_settings, read_config_file
+from patchproof.machine import require_address, require_file, require_free, require_run
 from patchproof.recipes import find_recipe
-from patchproof.types import InputError, PatchproofError, require_address, require_file, require_free, require_run
+from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")

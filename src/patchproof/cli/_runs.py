@@ -39,7 +39,6 @@ from patchproof.geometry import parse_patches, patch_words, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head, rewrap
 from patchproof.recipes import find_recipe, needs_training
-from patchproof.runs._predict import SMALL
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
 from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
@@ -221,7 +220,7 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     """The defence of the settings; if the patch is measured on the original image, one for each size of image."""
 
     def build(size: Size) -> Any:
-        return build_defense(settings, classifier, native_sizes=[size], low_resolution=max(size) < SMALL)
+        return build_defense(settings, classifier, native_sizes=[size], low_resolution=runs.is_small(size))
 
     by_size = runs.with_shared_tau(build, lambda: bar.say(f"{MEASURING}, on generated images"))
     return by_size if settings.threat_space == "native" else by_size(classifier.input_size)
@@ -311,7 +310,7 @@ def trained(settings: TrainSettings, console: Console) -> runs.Trained | None:
         classifier = replace_head(classifier, len(names), names, seed=settings.seed)
     size = classifier.input_size
     begins = f"begins with {classifier.architecture}, {classifier.source}; input {size_words(size)} pixels"
-    if max(size) < SMALL and not source.low_resolution:
+    if runs.is_small(size) and not source.low_resolution:
         begins += ", to which larger images are shrunk: --image-size 224 keeps more of them"
     options: dict[str, Any] = chosen(settings, "limit", "workers", "skip_bad", "keep_decoded")
     options |= {"validation": images.validation, "accelerator": accelerator}

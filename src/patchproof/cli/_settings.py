@@ -3,6 +3,8 @@ the help. Most fields are the library's own."""
 
 from __future__ import annotations
 
+import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -282,14 +284,14 @@ class DoctorSettings(CommonSettings):
 @cache
 def with_defense(kind: Any, name: str) -> Any:
     """The settings of a command together with the options of the defence of that name."""
-    options = DEFENSE_OPTIONS.get(name)
-    if options is None:
-        from patchproof.defenses import DEFENSES
-
-        if name not in DEFENSES:
-            raise InputError(f"unknown defence `{name}`; known are {', '.join(DEFENSES)}")
-        options = DEFENSES[name].options
-    made = type(kind.__name__, (kind, options), {"__doc__": kind.__doc__, "__module__": __name__})
+    # Whoever adds a defence has imported the room of defences; importing it here would take seconds.
+    loaded = sys.modules.get("patchproof.defenses")
+    known = dict(DEFENSE_OPTIONS) if loaded is None else {key: own.options for key, own in loaded.DEFENSES.items()}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+        raise InputError(f"unknown defence `{name}`; {hint}")
+    made = type(kind.__name__, (kind, known[name]), {"__doc__": kind.__doc__, "__module__": __name__})
     return dataclass(frozen=True, kw_only=True)(made)
 
 

@@ -16,12 +16,19 @@ from patchproof.cli._settings import BenchSettings, CertifySettings, DataSetting
 from patchproof.data import ImageSource, open_dataset, require_workers
 from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, parse_patches, parse_size
+from patchproof.machine import require_free
 from patchproof.masking import Engine, assembled, weight_names
 from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
-from patchproof.runs import choose_device, footprint_threat, local_rank, preprocessing_for
-from patchproof.runs._folder import read_manifest, require_command
+from patchproof.runs import (
+    choose_device,
+    footprint_threat,
+    local_rank,
+    preprocessing_for,
+    read_manifest,
+    require_command,
+)
 from patchproof.settings import AttackPlan
-from patchproof.types import InputError, Size, require_free
+from patchproof.types import InputError, Size
 
 LOGGER = logging.getLogger("patchproof")
 

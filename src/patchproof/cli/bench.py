@@ -13,8 +13,8 @@ from patchproof.cli._settings import BenchSettings, chosen
 from patchproof.cli._setup import open_defense, open_source
 from patchproof.cli._show import Console, new_table, print_json, print_table
 from patchproof.cli._sources import resolved
+from patchproof.cli._throughput import measure
 from patchproof.runs import write_atomically
-from patchproof.throughput import measure
 
 LEGEND = (
     "labels: of masked copies, per image, each counted once; again: decided by a later precision; of bare: of the "

@@ -55,7 +55,7 @@ class NoSplitError(InputError):
 
 @typed
 def open_dataset(
-    dataset: str | Path, *, data_dir: Path | None = None, split: str | None = None, download: bool = False
+    dataset: str | Path, *, data_dir: Path | str | None = None, split: str | None = None, download: bool = False
 ) -> ImageSource:
     """Open the images of a named set under `data_dir`, or of a folder of class folders.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -22,7 +22,7 @@ from patchproof.masking import (
 from patchproof.masking import require_labels as require_labels
 from patchproof.models import fingerprint, require_attributes
 from patchproof.settings import NoOptions
-from patchproof.types import CheckError, InputError, kind_of, require_kinds
+from patchproof.types import CheckError, InputError, kind_of, require_kinds, require_one_of
 
 Guarantee = Literal["recovery", "detection"]
 
@@ -74,6 +74,7 @@ class Defense(Protocol):
     - `surrogate(images)`: differentiable scores that an attack climbs instead of F;
     - `explain(image)`: all predictions that the answer follows from, as JSON, kept with a certificate that fell;
     - `images_at_once`: a good number of images per call; `most_passes`: the most passes per image;
+    - `table_bytes(masks)`: memory for tables about these masks, which a run compares with what is free;
     - `evidence`: the evidence fields that the record of an unreadable image leaves empty;
     - `device`: where images must be, if that is not the classifier's device.
     """
@@ -142,6 +143,7 @@ def require_defense(value: Any) -> None:
             f"{type(value).__name__} is no defence: it lacks {', '.join(missing)}; e.g. "
             'pp.defense("patchcleanser", classifier, threat)'
         )
+    require_one_of("guarantee", value.guarantee, get_args(Guarantee))
 
 
 def device_of(defense: Any) -> torch.device:

@@ -22,6 +22,9 @@ BLOCK = 4
 TABLE_CELLS = 1 << 22
 """Most masked copies, over all images of a batch, that a table has room for: some 200 MB."""
 
+BYTES_PER_CELL = 75
+"""Bytes per masked copy of an image: a cell of its table, its place in the order, and the copy to evaluate."""
+
 
 @dataclass
 class MaskTable:
@@ -184,6 +187,11 @@ class MaskedDefense(EvaluatedDefense):
     def most_passes(self) -> int:
         """Most passes per image: one per mask."""
         return len(self.masks)
+
+    def table_bytes(self, masks: MaskSet) -> int:
+        """Memory for these masks and the table of one image."""
+        height, width = masks.image_size
+        return len(masks) * (height * width + BYTES_PER_CELL)
 
     def describe(self) -> dict[str, Any]:
         masks: Any

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from patchproof.defenses._base import Assessment, Certificates
 from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
-from patchproof.defenses._table import TABLE_CELLS, MaskedDefense, MaskTable
+from patchproof.defenses._table import BYTES_PER_CELL, TABLE_CELLS, MaskedDefense, MaskTable
 from patchproof.geometry import MaskSet
 from patchproof.masking import Copies, Engine, Evaluator, Objective, require_images
 from patchproof.settings import PatchCleanserOptions
 from patchproof.types import Classifier
+
+BYTES_PER_PAIR, BYTES_PER_COMPARED_PAIR = 24, 200
+"""Bytes per pair of masks: two mask indices and a table entry; more if pairs that may hide the same are compared."""
 
 
 def majority_label(labels: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
@@ -73,6 +76,12 @@ class PatchCleanser(MaskedDefense):
     @property
     def most_passes(self) -> int:
         return self.masks.union_count
+
+    def table_bytes(self, masks: MaskSet) -> int:
+        """Memory for these masks, the table of their pairs, and the table of one image."""
+        count, each = len(masks), BYTES_PER_PAIR if masks.alike else BYTES_PER_COMPARED_PAIR
+        more_cells = masks.union_count - count
+        return super().table_bytes(masks) + BYTES_PER_CELL * more_cells + each * count * (count + 1) // 2
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Predict by two rounds of masking (Algorithm 1); a second round stops at the first contradicting label."""

@@ -20,7 +20,7 @@ from patchproof.defenses import PatchCleanser, device_of
 from patchproof.explore._findings import Cell, Finding, Rounds, record_words, study, watch
 from patchproof.geometry import MaskSet, Rect, size_words
 from patchproof.masking import Evaluator, Measured, as_images, fill_colour, occlude
-from patchproof.runs import Record, measure_on_generated
+from patchproof.runs import Record, as_judge, measure_on_generated
 from patchproof.types import InputError, Preprocessing, Size
 
 UPLOAD_LIMIT = 20 * 1024**2
@@ -112,8 +112,7 @@ class Explorer:
         engine = Measured(tau=0.0, tau_fp32=engine.tau_fp32)
         self.evaluator = Evaluator(self.defense.classifier, engine, strict=False)
         if hasattr(self.defense, "with_engine"):
-            self.defense = self.defense.with_engine(engine)
-            self.defense.evaluator.strict = False
+            self.defense = as_judge(self.defense.with_engine(engine))
 
     @property
     def size(self) -> Size:

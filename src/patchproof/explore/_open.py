@@ -17,15 +17,17 @@ from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import assembled, masks_for, weight_names
 from patchproof.models import architecture_of, load_classifier
 from patchproof.runs import (
+    CHECKPOINTS,
     Record,
     StoredCertification,
+    class_words,
     find_images,
+    find_weights,
     network_remarks,
     preprocessing_for,
     read_run,
     stored_defense,
 )
-from patchproof.runs._reading import CHECKPOINTS, class_words, find_weights
 from patchproof.types import CheckError, InputError, PatchproofError
 
 

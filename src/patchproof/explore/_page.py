@@ -18,7 +18,8 @@ from patchproof.explore import _draw as draw
 from patchproof.explore._explorer import NOISE, PATCH_KINDS, PICTURE, RECORD_KINDS, UPLOAD_LIMIT, Explorer, Selection
 from patchproof.explore._findings import explain, meaning, verdict
 from patchproof.geometry import size_words
-from patchproof.types import CheckError, InputError, PatchproofError, require_address
+from patchproof.machine import require_address
+from patchproof.types import CheckError, InputError, PatchproofError
 
 PAGE = 12
 """Images on one page of the list."""

@@ -20,8 +20,7 @@ from patchproof.report._tables import RENDERERS, Section, Table, interval_words,
 from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
 from patchproof.runs import Rate, StoredTraining, dump_json, read_runs, write_atomically
-from patchproof.runs._reading import count_words, printable, shortened
-from patchproof.types import InputError
+from patchproof.types import InputError, count_words, printable, shortened
 from patchproof.version import __version__
 
 GENERATOR = "patchproof report"

@@ -26,7 +26,7 @@ from patchproof.report._gallery import Cards, attacked_gallery, make_gallery
 from patchproof.report._tables import SHOWN_ROWS, Cell, Section, Table, duration
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun, rate_note, split_words
 from patchproof.runs import Record, StoredCertification, find_images
-from patchproof.runs._reading import printable, shortened, shortened_name
+from patchproof.types import printable, shortened, shortened_name
 
 WITNESS = (
     "Left: the image as the network sees it. Right: the copy under the masks that decided. For an image without a "

@@ -11,8 +11,8 @@ from patchproof.report._figures import INK, Picture, dots, drawing, error_line, 
 from patchproof.report._tables import SHOWN_ROWS, Cell, Column, Section, Table, percent
 from patchproof.report._trace import TracedRun, rate_note, split_words
 from patchproof.runs import ACCURACIES
-from patchproof.runs._reading import printable, shortened, shortened_name
 from patchproof.training import STRATEGIES
+from patchproof.types import printable, shortened, shortened_name
 
 NO_NAME = "† The training strategy is not known; the name is the folder of the first run with these weights."
 CONTEXT = (

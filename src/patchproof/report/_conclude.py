@@ -25,7 +25,7 @@ from patchproof.report._tables import interval_words, percent
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun
 from patchproof.report._training import validated_with
 from patchproof.runs import StoredCertification, StoredTraining, one_answer
-from patchproof.runs._reading import count_words
+from patchproof.types import count_words
 
 WIDE = 0.10
 """Widest 95% interval of a number of images that is not called small."""

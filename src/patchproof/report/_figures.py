@@ -24,7 +24,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from patchproof.report._counts import Paired
 from patchproof.runs import Rate
-from patchproof.runs._reading import shortened
+from patchproof.types import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")

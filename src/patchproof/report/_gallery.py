@@ -21,8 +21,7 @@ from patchproof.geometry import MaskSet, Rect
 from patchproof.masking import as_images, occlude
 from patchproof.report._counts import outcomes, witness
 from patchproof.runs import Record, StoredCertification
-from patchproof.runs._reading import count_words, printable
-from patchproof.types import PatchproofError, Preprocessing, Size
+from patchproof.types import PatchproofError, Preprocessing, Size, count_words, printable
 
 SMALL = 64
 """Longest side of images that are kept pixel by pixel; larger ones become JPEG."""

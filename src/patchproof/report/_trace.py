@@ -11,9 +11,8 @@ from pathlib import Path
 from patchproof.geometry import parse_patches
 from patchproof.models import checkpoint_sha256
 from patchproof.recipes import ARCHITECTURES, Expectation, recipes
-from patchproof.runs import Rate, StoredCertification, StoredTraining, read_run
-from patchproof.runs._reading import find_weights, printable
-from patchproof.types import PatchproofError, Size
+from patchproof.runs import Rate, StoredCertification, StoredTraining, find_weights, read_run
+from patchproof.types import PatchproofError, Size, printable
 
 GUARANTEES = {
     "recovery": "the right label under any such patch",

@@ -20,10 +20,9 @@ from patchproof.models import ImageClassifier, load_checkpoint, match_labels
 from patchproof.report._figures import Picture, drawing, error_line, numbers, percent_axis, series_style, styled
 from patchproof.report._gallery import to_bytes
 from patchproof.report._tables import Cell, Section, Table
-from patchproof.runs import StoredTraining, find_images, preprocessing_for
-from patchproof.runs._reading import class_words, printable, shortened, shortened_name
+from patchproof.runs import StoredTraining, class_words, find_images, preprocessing_for
 from patchproof.training import STRATEGIES, masking_strategy
-from patchproof.types import InputError, PatchproofError
+from patchproof.types import InputError, PatchproofError, printable, shortened, shortened_name
 
 POINTS = 120
 """Points of a loss curve; each is the mean over neighbouring steps."""

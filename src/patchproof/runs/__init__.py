@@ -1,5 +1,6 @@
 """Runs: one Python call per verb of the command line; folders, records, manifests, resuming, executors."""
 
+from patchproof.runs._attack import as_judge as as_judge
 from patchproof.runs._certify import attack as attack
 from patchproof.runs._certify import certify as certify
 from patchproof.runs._cost import Cost as Cost
@@ -11,6 +12,8 @@ from patchproof.runs._device import choose_device as choose_device
 from patchproof.runs._folder import RunFolder as RunFolder
 from patchproof.runs._folder import dump_json as dump_json
 from patchproof.runs._folder import read_json as read_json
+from patchproof.runs._folder import read_manifest as read_manifest
+from patchproof.runs._folder import require_command as require_command
 from patchproof.runs._folder import write_atomically as write_atomically
 from patchproof.runs._footprint import footprint_threat as footprint_threat
 from patchproof.runs._footprint import with_shared_tau as with_shared_tau
@@ -28,11 +31,15 @@ from patchproof.runs._predict import Prediction as Prediction
 from patchproof.runs._predict import Unusable as Unusable
 from patchproof.runs._predict import defense_like as defense_like
 from patchproof.runs._predict import image_files as image_files
+from patchproof.runs._predict import is_small as is_small
 from patchproof.runs._predict import predict as predict
 from patchproof.runs._predict import stored_defense as stored_defense
+from patchproof.runs._reading import CHECKPOINTS as CHECKPOINTS
 from patchproof.runs._reading import StoredCertification as StoredCertification
 from patchproof.runs._reading import StoredTraining as StoredTraining
+from patchproof.runs._reading import class_words as class_words
 from patchproof.runs._reading import find_images as find_images
+from patchproof.runs._reading import find_weights as find_weights
 from patchproof.runs._reading import read_run as read_run
 from patchproof.runs._reading import read_runs as read_runs
 from patchproof.runs._record import ACCURACIES as ACCURACIES

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from patchproof.attacks import AttackPlan, OnStep
 from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
 from patchproof.defenses import Defense, assess, device_of, require_defense
+from patchproof.machine import require_free
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, as_images, images_ahead
 from patchproof.models import classifier_summary, weights_sha256
 from patchproof.runs._attack import Attacker
@@ -36,10 +38,10 @@ from patchproof.runs._manifest import (
     require_labels,
     stored_engine,
 )
-from patchproof.runs._measure import engine_of, measure_tau, output_count
+from patchproof.runs._measure import bare_logits, engine_of, measure_tau
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Record, Results, Tally
 from patchproof.runs.executors import Executor, default_workers, launched
-from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_free, require_kinds
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_kinds
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""
@@ -183,6 +185,8 @@ class Session:
         with self.team.at_work():
             manifest = self.manifest()
             self.require_labels()
+            if self.classifier is not None and manifest["identity"]["weights_sha256"] is None:
+                manifest["logits"] = self.first_logits  # a function is known by its answers only
             earlier = None
             if self.place is not None and self.resume and not self.team.rank and self.place.manifest_path.exists():
                 earlier = read_manifest(self.place.manifest_path)
@@ -255,17 +259,22 @@ class Session:
         """Refuse labels and numbers of classes that the classifier does not have, before time is spent on images."""
         named = len(self.source.class_names)
         classes: int | None = getattr(self.classifier, "num_classes", None)
-        if classes is None and self.classifier is not None:  # ask it about one image
-            batches = load_groups(self.source, self.how, ([index] for index in self.indices), skip_bad=True)
-            first = next((batch.images for batch in batches if batch.indices), None)
-            if first is not None:
-                classes = output_count(self.classifier, as_images(first, device_of(self.defense)))
-                if named not in (0, classes) and getattr(self.classifier, "class_names", None) is None:
-                    raise InputError(
-                        f"wrong number of classes: {self.source.name} has {named}, the classifier {classes} and no "
-                        "class names to match by; give it class_names, or data with its classes"
-                    )
+        if classes is None and self.classifier is not None and self.first_logits:
+            classes = len(self.first_logits)
+            if named not in (0, classes) and getattr(self.classifier, "class_names", None) is None:
+                raise InputError(
+                    f"wrong number of classes: {self.source.name} has {named}, the classifier {classes} and no "
+                    "class names to match by; give it class_names, or data with its classes"
+                )
         require_labels(self.source, self.indices, classes)
+
+    @cached_property
+    def first_logits(self) -> list[float]:
+        """The classifier's logits of the first image that can be read."""
+        batches = load_groups(self.source, self.how, ([index] for index in self.indices), skip_bad=True)
+        first = next((batch.images for batch in batches if batch.indices), None)
+        device = device_of(self.defense)
+        return [] if first is None else bare_logits(self.classifier, as_images(first, device))[0].tolist()
 
     def measure(self, earlier: Mapping[str, Any] | None) -> tuple[Measured, Drift] | None:
         """Measure τ. `auto` stands for the choice of an earlier session, or else for that of the main process."""

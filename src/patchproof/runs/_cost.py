@@ -22,7 +22,7 @@ from patchproof.attacks import AttackPlan, attack_in_turn
 from patchproof.attacks.gradient import CANDIDATES
 from patchproof.data import as_source
 from patchproof.defenses import defense as named_defense
-from patchproof.geometry import MaskSet, PatchThreat, all_places, covering_masks, parse_patches
+from patchproof.geometry import PatchThreat, all_places, covering_masks, parse_patches
 from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
 from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import engine_of, generated_images
@@ -33,15 +33,6 @@ from patchproof.types import InputError
 
 if TYPE_CHECKING:
     from patchproof.training.loop import StepReport, Trainer
-
-BYTES_PER_PAIR = 24
-"""Bytes per pair of masks: two mask indices and a table entry."""
-
-BYTES_PER_UNION = 200
-"""Bytes per pair if two pairs may hide the same pixels, so that pairs have to be compared."""
-
-BYTES_PER_CELL = 75
-"""Bytes per masked copy of an image: a cell of its table, its place in the order, and the copy to evaluate."""
 
 TIMED, TIMED_SECONDS, COPIES = 2, 0.5, 64
 """Fewest batches to time, seconds after which no more are timed, and most copies per batch."""
@@ -85,7 +76,7 @@ def estimate_cost(defense: Any, images: int, plan: AttackPlan | None = None) -> 
             return int(ready.certify(image, label).forwards)  # in the defence's own passes; waits for the device
     else:
         require_memory(defense)
-        count, needed = len(masks), table_bytes(masks, in_pairs=defense.most_passes > len(masks))
+        count, needed = len(masks), defense.table_bytes(masks) if hasattr(defense, "table_bytes") else 0
         fewest = images * count
         evaluator = Evaluator(defense.classifier, Engine(batch_size=engine_of(defense).batch_size))
         keep = masks_for(defense.classifier, defense.threat, per_axis=3).keep(image.device)
@@ -122,27 +113,17 @@ def _prepared(defense: Any, image: torch.Tensor) -> tuple[Any, torch.Tensor]:
     return defense, label
 
 
-def table_bytes(masks: MaskSet, *, in_pairs: bool) -> int:
-    """Memory for the masks, the table of pairs, and the table of one image."""
-    count, (height, width) = len(masks), masks.image_size
-    found = count * height * width + BYTES_PER_CELL * (masks.union_count if in_pairs else count)
-    if in_pairs:
-        found += (BYTES_PER_PAIR if masks.alike else BYTES_PER_UNION) * count * (count + 1) // 2
-    return found
-
-
 def require_memory(defense: Any) -> None:
     """Refuse masks whose tables need more than the free memory, and name the most masks per axis that fit."""
     free, masks = free_memory(), getattr(defense, "masks", None)
-    if free is None or masks is None or not hasattr(defense, "most_passes"):
+    if free is None or masks is None or not (hasattr(defense, "table_bytes") and hasattr(defense, "most_passes")):
         return
-    in_pairs = defense.most_passes > len(masks)
-    needed = table_bytes(masks, in_pairs=in_pairs)
+    needed = defense.table_bytes(masks)
     if needed <= free:
         return
     fits = 0
     for per_axis in range(1, max(defense.threat.image_size) + 1):
-        if table_bytes(covering_masks(defense.threat, per_axis=per_axis), in_pairs=in_pairs) > free:
+        if defense.table_bytes(covering_masks(defense.threat, per_axis=per_axis)) > free:
             break
         fits = per_axis
     raise InputError(

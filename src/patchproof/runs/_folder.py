@@ -15,10 +15,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from patchproof.geometry import size_words
+from patchproof.machine import BEGIN_AGAIN, require_free
 from patchproof.models import SEAL, is_whole, sealed
 from patchproof.runs._record import Record
 from patchproof.settings import TrainingSettings
-from patchproof.types import BEGIN_AGAIN, CheckError, InputError, require_free
+from patchproof.types import CheckError, InputError
 
 FOLLOWS_FROM = {
     "masks": {"patch_sizes", "patches", "image_size", "name"},
@@ -264,6 +265,9 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
     if "name" in different:
         consequences |= {*before.get("defense", ()), *now.get("defense", ())} - THREAT
     causes = {name: values for name, values in different.items() if name not in consequences}
+    logits: list[Any] = [stored.get("logits"), current.get("logits")]
+    if not causes and all(logits) and not _close(*logits):
+        causes["answer to the first image"] = logits
     named = "; ".join(
         f"{name} was {_short(name, one)}, now {_short(name, other)}" for name, (one, other) in causes.items()
     )
@@ -271,6 +275,12 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
         if stored["command"] == "train" and "weights_sha256" in causes:
             named += "; the classifier must be as it was when the training began, so build or load it anew"
         raise CheckError(f"{where} was made with something else, so it cannot be continued: {named}")
+
+
+def _close(logits: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the logits differ by no more than check_classifier allows for rounding."""
+    most = 0.01 * max(map(abs, logits))
+    return len(logits) == len(others) and all(abs(a - b) <= most for a, b in zip(logits, others, strict=True))
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from patchproof.data import BadImageError, FolderSource, ImageSource, default_preprocessing, open_class_folders
+from patchproof.machine import BEGIN_AGAIN
 from patchproof.masking import Drift, Measured
 from patchproof.models import EMBEDDED_SOURCE, match_labels
-from patchproof.types import BEGIN_AGAIN, CheckError, InputError, PatchproofError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size
 from patchproof.version import __version__
 
 SCHEMA = 1

@@ -35,10 +35,10 @@ def engine_of(defense: Any) -> Engine:
     return getattr(defense, "engine", None) or Engine()
 
 
-def output_count(classifier: Any, images: Tensor) -> int:
-    """Number of logits that the classifier returns for these images."""
+def bare_logits(classifier: Any, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+    """What the classifier returns for these images."""
     with torch.no_grad(), evaluating(classifier):
-        return int(show(classifier, images, None).shape[1])
+        return show(classifier, images, None)
 
 
 def measure_tau(

@@ -25,11 +25,8 @@ from patchproof.runs._attack import as_judge
 from patchproof.runs._certify import IMAGES_AT_ONCE
 from patchproof.runs._manifest import plain, preprocessing_for, stored_taus
 from patchproof.runs._measure import measure_on_generated
-from patchproof.runs._reading import StoredCertification, printable
-from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, require_kinds
-
-SMALL = 64
-"""An image smaller than this on both sides is enlarged whole, like those of the 32-pixel data sets."""
+from patchproof.runs._reading import StoredCertification
+from patchproof.types import CheckError, InputError, Preprocessing, Size, kind_of, printable, require_kinds
 
 FIRST = 4
 """Images in the first batch; each later batch has twice as many, so that the first answers come soon."""
@@ -114,7 +111,7 @@ def predict(
                     ready = chosen if measured is None else chosen.with_engine(measured[0])
                 known[id(chosen)] = chosen, as_judge(ready)  # keeps `chosen` alive, since its id is the key
             ready = known[id(chosen)][1]
-        small, input_size = max(size) < SMALL, ready.threat.image_size
+        small, input_size = is_small(size), ready.threat.image_size
         how = given or preprocessing_for(getattr(ready, "classifier", None), small, input_size)
         return ready, preprocess(pixels, how)
 
@@ -136,6 +133,11 @@ def predict(
                     on_answer(answer)
             start, size, before = start + size, min(2 * size, most), batch
     return answers
+
+
+def is_small(size: Size) -> bool:
+    """True if an image of this size is enlarged whole, like those of the 32-pixel data sets."""
+    return max(size) < 64
 
 
 def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> Iterator[Prediction | Unusable]:
@@ -238,7 +240,7 @@ def defense_like(run: StoredCertification, classifier: Any) -> DefenseFor:
 
     @cache
     def for_size(native: Size) -> Any:
-        how = run.preprocessing or preprocessing_for(classifier, max(native) < SMALL, stored.threat.image_size)
+        how = run.preprocessing or preprocessing_for(classifier, is_small(native), stored.threat.image_size)
         patches = parse_patches(str(run.config["patch"]), native)
         threat = native_threat(native_size=native, patch_sizes=patches, preprocessing=how, patches=run.patches)
         if run.masks is None:

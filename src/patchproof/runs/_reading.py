@@ -21,20 +21,22 @@ from typing import Any
 
 from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
+from patchproof.machine import BEGIN_AGAIN, require_run
 from patchproof.models import wordnet_words
 from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import (
-    BEGIN_AGAIN,
     CheckError,
     InputError,
     PatchproofError,
     Preprocessing,
     Size,
+    count_words,
+    printable,
     require_one_of,
-    require_run,
-    visible,
+    shortened,
+    shortened_name,
 )
 
 CHECKPOINTS = ("checkpoint-best", "checkpoint-last")
@@ -463,25 +465,6 @@ def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] =
         yield from ((parent / Path(run.weights).expanduser(), True) for parent in (Path.cwd(), *folder.parents))
     for place in (folder.parent, *(training.folder.resolve() for training in trainings)):
         yield from ((place / name, False) for name in CHECKPOINTS)
-
-
-def printable(text: str) -> str:
-    """The text on one line of at most 200 characters that can be shown."""
-    return shortened(visible(text), 200)
-
-
-def shortened(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def shortened_name(name: str, longest: int) -> str:
-    """Shorten a name in the middle, because names of runs mostly differ at the end."""
-    head = longest // 3
-    return name if len(name) <= longest else f"{name[:head]}…{name[head + 1 - longest :]}"
-
-
-def count_words(count: int, singular: str, plural: str) -> str:
-    return f"{count:,} {singular if count == 1 else plural}"
 
 
 def class_words(names: Mapping[int, str]) -> dict[int, str]:

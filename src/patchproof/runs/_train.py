@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from patchproof.data import BadImageError, ImageSource, as_source, iterate_batches, require_workers, spread_indices
 from patchproof.defenses import defense
 from patchproof.geometry import PatchThreat, parse_patches, size_words, whole_size
+from patchproof.machine import require_free
 from patchproof.masking import Engine, Evaluator, as_images, default_batch, masks_for
 from patchproof.models import ImageClassifier, adopt, classifier_summary, save_checkpoint, settled, weights_sha256
 from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
@@ -32,11 +33,11 @@ from patchproof.runs._manifest import (
     require_labels,
     source_facts,
 )
-from patchproof.runs._measure import output_count
+from patchproof.runs._measure import bare_logits
 from patchproof.runs._record import Rate, Record, one_answer
 from patchproof.runs.executors import default_workers
 from patchproof.training import Plan, paper_learning_rate
-from patchproof.types import CheckError, InputError, Preprocessing, require_free, require_kinds
+from patchproof.types import CheckError, InputError, Preprocessing, require_kinds
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -388,4 +389,5 @@ def _as_image_classifier(classifier: nn.Module, source: ImageSource, *, skip_bad
     size = size or sizes.pop()
     channels = some[0].shape[0] if isinstance(some[0], Tensor) else 3
     images = torch.zeros(1, channels, *size, device=next(classifier.parameters()).device)
-    return adopt(classifier, input_size=size, num_classes=output_count(classifier, images), channels=channels)
+    classes = int(bare_logits(classifier, images).shape[1])
+    return adopt(classifier, input_size=size, num_classes=classes, channels=channels)
