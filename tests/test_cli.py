@@ -578,6 +578,8 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     words = f"answers one class nearly always, {CLASSES[1]}: it is right on 4 of 4 images of it and on 0 of"
     assert certify("--dataset", photos, "--weights", "constant", "--output", "r") == 0
     assert words in " ".join(capsys.readouterr().out.split())
+    assert certify("--dataset", photos, "--weights", "constant", "--output", "j", "--json") == 0
+    assert [words in remark for remark in json.loads(capsys.readouterr().out)["remarks"]] == [True]
     shutil.copytree(photos, "val")
     Path("val", CLASSES[0], "0.png").unlink()
     plan = ["--strategy", "none", "--learning-rate", "1e-9", "--epochs", "1", "--batch-size", "6", "--output", "t"]

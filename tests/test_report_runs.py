@@ -334,10 +334,13 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
     assert set(pictures) == {"by-masks", "by-patch", "by-training-cost"}
     assert pictures["by-masks"].alt.startswith("Certified accuracy against masks, n = 40: 2 lines")
     assert pictures["by-patch"].alt.startswith("Certified accuracy against patch size, n = 40: 2 lines")
+    assert "weights of" not in pictures["by-masks"].svg
     assert pictures["by-training-cost"].alt.endswith("training cost, n = 40: 3 rows of points with 95% intervals.")
     for words in ("masks per axis", "certified (recovery), % of images", "n = 40"):
         assert words in pictures["by-masks"].svg
     assert comparison_pictures(runs[:1]) == []
+    unknown = [replace(one, first="a", strategy=None, passes=None) for one in runs[:2]]
+    assert "weights of a" in comparison_pictures(unknown)[0].svg, "one line of two runs"
     more = {"per_axis": 6, "patch": 5, "identity.weights_sha256": "cutout"}
     assert len(comparison_pictures([runs[0], traced(tmp_path, "cutout", **more)])) == 1
     for change in ({"identity.data_sha256": "other"}, {"config.threat_space": "native"}, detection()):

@@ -74,12 +74,14 @@ def evaluate(settings: CertifySettings) -> int:
     if executor.rank or results is None:
         return 0
     content = results.content
-    broken = content.get("broken", ())
+    broken, stored = content.get("broken", ()), runs.read_run(results.folder)
+    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
+    notes = [note for note in (unfit, runs.one_class_words(stored)) if note]
     if settings.json:
-        print_json({"folder": str(results.folder), **content})
+        print_json({"folder": str(results.folder), **content, "remarks": [*content["remarks"], *notes]})
         return 1 if broken else 0
     stdout, cost = Console(), content["cost"]
-    stored = show_results(results, stdout)
+    show_results(results, stdout)
     for reason in content["partial"]:
         stdout.note(in_flags(reason, None), "partial")
     masked = "masked passes" if stored.masks else "passes"
@@ -89,8 +91,7 @@ def evaluate(settings: CertifySettings) -> int:
     if attack:
         stdout.plain(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.plain(f"records, manifest and results: {results.folder}")
-    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
-    for note in filter(None, (unfit, runs.one_class_words(stored))):
+    for note in notes:
         stdout.note(note)
     for index in broken:
         words = "is certified and a patch changes its answer; image, patch and label tables are in"
@@ -273,7 +274,7 @@ def train(settings: TrainSettings) -> int:
         validated = f"{rates} of {best['certified']['n']} validation images ({how})"
         console.plain(f"best epoch {best['epoch']} of {settings.epochs}: {validated}")
         if best.get("one_class"):  # missing in trainings that an earlier version began
-            console.note("the network answers one class nearly always, so these rates say nothing about recognition")
+            console.note(runs.ONE_CLASS)
         console.plain(f"checkpoints and log: {found.folder}")
     if settings.recipe and found.folder is not None:
         certify_recipe(settings, found.folder, console)
