@@ -60,6 +60,7 @@ def test_any_sequence_and_any_callable_will_do_and_without_a_folder_nothing_is_w
     expected = pp.certify(double_masking(network), PICTURES)
     assert 0 < expected.certified.k < expected.defended.k <= expected.certified.n == 20
     assert [r.index for r in expected.records] == list(range(20))
+    assert repr(expected).startswith("Results(rates=")
     images, labels = torch.stack([image for image, _ in TENSORS]), torch.tensor([label for _, label in TENSORS])
     direct = double_masking(network)
     assert [r.certified for r in expected.records] == direct.certify(images, labels).certified.tolist()

@@ -90,7 +90,7 @@ def network(
     for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
         if module.training:
             raise CheckError(
-                f"the classifier is in training mode{f' (its {name})' if name else ''}; call classifier.eval() first"
+                f"the classifier is in training mode{f' (its module {name})' if name else ''}; call classifier.eval() first"
             )
     dtype = AUTOCAST.get(precision)
     lower = getattr(classifier, "lowered", None) if dtype is not None or compiled else None

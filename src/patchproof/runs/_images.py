@@ -9,7 +9,7 @@ from typing import NamedTuple
 from patchproof.data import ImageSource, NoSplitError, open_dataset
 from patchproof.types import InputError
 
-OTHERS = "name others as validation"
+OTHERS = "name other images as validation"
 
 
 class TrainingImages(NamedTuple):
