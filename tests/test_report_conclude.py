@@ -175,6 +175,7 @@ def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_pat
     assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
     assert not any(text.startswith(("Best", "Go on", "Keep")) for text in report.conclusion.verdict)
     assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.steps)
+    assert any("against the same patch" in text for text in report.conclusion.steps) == ("detection" not in words)
     large = write_run(tmp_path / "large", manifest(count=300, side=56, patch=10), best)
     assert build_report([runs[0], large]).conclusion.steps[0] == "Go on with large."
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))

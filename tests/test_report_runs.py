@@ -450,6 +450,13 @@ def reports(real) -> dict[str, Report]:
     }
 
 
+def test_a_training_that_cannot_be_drawn_is_named(real, tmp_path):
+    shutil.copytree(real / "cutout", tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone" / "checkpoint-last")
+    (text,) = re.findall("Left out: [^<]*", build_report([real / "greedy", tmp_path / "gone"]).html())
+    assert text.startswith("Left out: gone (cutout); shown are ")
+
+
 def test_several_real_runs_show_table_curves_and_masks(reports):
     (settings,) = [table for table in reports["one"].tables if table.key == "settings"]
     assert "trained on the masks of,greedy\n" in csv_text(settings).replace("\r", "")
@@ -462,6 +469,7 @@ def test_several_real_runs_show_table_curves_and_masks(reports):
         "What each strategy",
     ):
         assert words in page
+    assert "Left out: " not in page
     assert {picture.key for picture in reports["several"].pictures} >= {
         "by-masks", "by-training-cost", "loss", "validation-certified", "validation-undefended", "worst-masks",
     }  # fmt: skip

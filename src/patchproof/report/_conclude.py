@@ -289,8 +289,9 @@ def conclude_several(
             shows = f"about {needed:,} images would be needed to show the difference from {own} (chance 80%)"
             steps.append(f"{c.run.name}: {shows}; {has}.")
     verdict += [f"{name} is not compared with {own}: {reason}." for name, reason in list(unpaired.items())[:NAMED]]
-    if any("other images" in reason for reason in unpaired.values()):
-        steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
+    if any(" about " in reason for reason in unpaired.values()):
+        same = "on the same images (data set, split and limit) against the same patch"
+        steps.append(f"Certify all runs {same}, so that they can be paired.")
     attacked = [one.run for one in known if "attacked" in attacked_rates(one.run)]
     if not unpaired:
         trusted = [one for one in known if one.run.name not in single] or known

@@ -41,7 +41,7 @@ MOST_PASSES = 100
 WORST = (
     "Each row is one masked copy that a strategy would train on, chosen with the weights at the end of its training."
 )
-LEFT_OUT = "shown are the paper's strategies, with masks for 3%, on networks that need no code of your own."
+LEFT_OUT = "shown are the paper's strategies with masks for 3%, if checkpoint-last loads without code of your own."
 SEARCHED_FIRST = "Extra passes of memory: for an image searched before; the first search takes as many as greedy's."
 VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 

@@ -74,6 +74,6 @@ def training_images(
     if unknown:
         raise InputError(
             f"{len(unknown)} classes of the validation images are not among the training classes, e.g. {unknown[0]}; "
-            f"{OTHERS}, with the same classes"
+            f"{OTHERS}: of the same classes"
         )
     return TrainingImages(source, held_out, tested)
