@@ -14,7 +14,7 @@ data = list(zip(images, network(images).argmax(dim=1), strict=True))
 
 threat = pp.PatchThreat.square(image_size=(64, 64), percent=2)  # one square patch of 2% of the pixels, anywhere
 defense = pp.defense("patchcleanser", network, threat, per_axis=3)
-results = pp.certify(defense, data, folder="runs/own", resume=True)  # a run that was stopped goes on here
+results = pp.certify(defense, data, folder="runs/own-in-python", resume=True)  # a run that was stopped goes on here
 
 certified = results.certified
 print(f"{certified.k} of {certified.n} images keep their label under any patch of {threat.patch_sizes[0]} pixels")

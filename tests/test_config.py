@@ -216,7 +216,7 @@ def test_a_wrong_file_is_one_clear_error(tmp_path, text, message):
 def test_a_value_of_another_type_is_refused_as_on_the_command_line(tmp_path, capsys, name, value):
     (tmp_path / "s.yaml").write_text(f"{name}: {value}\n")
     assert run(["certify", f"--config={tmp_path / 's.yaml'}"]) == 2
-    assert re.search(rf"Invalid value for \[{name}\].* {value}|into bool", capsys.readouterr().err, re.IGNORECASE)
+    assert re.search(rf"Invalid value for `{name}`.*( {value}|into bool)", capsys.readouterr().err, re.IGNORECASE)
 
 
 def test_what_is_saved_is_plain_and_says_nothing_of_how_the_run_was_begun():

@@ -398,7 +398,7 @@ def test_a_folder_without_images_to_validate_on_says_so(tmp_path):
     for name in "ab":
         (tmp_path / "train" / name).mkdir(parents=True)
         Image.new("RGB", (16, 16)).save(tmp_path / "train" / name / "0.png")
-    with pytest.raises(pp.InputError, match=r"has no images to validate on, .*; name others as validation"):
+    with pytest.raises(pp.InputError, match=r"has no images to validate on, .*; name other images as validation"):
         training_images(str(tmp_path))
 
 

@@ -175,6 +175,7 @@ def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_pat
     assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
     assert not any(text.startswith(("Best", "Go on", "Keep")) for text in report.conclusion.verdict)
     assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.steps)
+    assert any("against the same patch" in text for text in report.conclusion.steps) == ("detection" not in words)
     large = write_run(tmp_path / "large", manifest(count=300, side=56, patch=10), best)
     assert build_report([runs[0], large]).conclusion.steps[0] == "Go on with large."
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
@@ -280,10 +281,11 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
 def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
     one = [replace(r, undefended=r.label == 0, defended=r.label == 0, certified=r.label == 0) for r in failing(24)]
     found = concluded(tmp_path / "one", one)
-    assert found.verdict[0].startswith("The network answers one class nearly always, cat: right on 8 of 8 images of it")
+    assert found.verdict[0].startswith("The network answers one class nearly always, cat: it is right on 8 of 8 images")
     assert [step.split(" until")[0] for step in found.steps] == ["Train the classifier"]
     several = build_report([write_run(tmp_path / "a", manifest(count=24), failing(24)), tmp_path / "one"])
-    assert several.conclusion.verdict[0].startswith("one: The network answers one class nearly always")
+    assert several.conclusion.verdict[0].startswith("one: the network answers one class nearly always")
+    assert [notice["run"] for notice in several.notices if "answers one class" in notice["text"]] == ["one"]
     none = write_run(tmp_path / "none", manifest(count=24), [replace(r, certified=False) for r in failing(24)])
     chosen = build_report([none, tmp_path / "one"]).conclusion
     assert "No run that tells the classes apart certifies clearly more images than the baseline none." in chosen.verdict

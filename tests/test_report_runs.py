@@ -336,10 +336,13 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
     assert set(pictures) == {"by-masks", "by-patch", "by-training-cost"}
     assert pictures["by-masks"].alt.startswith("Certified accuracy against masks, n = 40: 2 lines")
     assert pictures["by-patch"].alt.startswith("Certified accuracy against patch size, n = 40: 2 lines")
+    assert "weights of" not in pictures["by-masks"].svg
     assert pictures["by-training-cost"].alt.endswith("training cost, n = 40: 3 rows of points with 95% intervals.")
     for words in ("masks per axis", "certified (recovery), % of images", "n = 40"):
         assert words in pictures["by-masks"].svg
     assert comparison_pictures(runs[:1]) == []
+    unknown = [replace(one, first="a", strategy=None, passes=None) for one in runs[:2]]
+    assert "weights of a" in comparison_pictures(unknown)[0].svg, "one line of two runs"
     more = {"per_axis": 6, "patch": 5, "identity.weights_sha256": "cutout"}
     assert len(comparison_pictures([runs[0], traced(tmp_path, "cutout", **more)])) == 1
     for change in ({"identity.data_sha256": "other"}, {"config.threat_space": "native"}, detection()):
@@ -449,6 +452,13 @@ def reports(real) -> dict[str, Report]:
     }
 
 
+def test_a_training_that_cannot_be_drawn_is_named(real, tmp_path):
+    shutil.copytree(real / "cutout", tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone" / "checkpoint-last")
+    (text,) = re.findall("Left out: [^<]*", build_report([real / "greedy", tmp_path / "gone"]).html())
+    assert text.startswith("Left out: gone (cutout); shown are ")
+
+
 def test_several_real_runs_show_table_curves_and_masks(reports):
     (settings,) = [table for table in reports["one"].tables if table.key == "settings"]
     assert "trained on the masks of,greedy\n" in csv_text(settings).replace("\r", "")
@@ -461,6 +471,7 @@ def test_several_real_runs_show_table_curves_and_masks(reports):
         "What each strategy",
     ):
         assert words in page
+    assert "Left out: " not in page
     assert {picture.key for picture in reports["several"].pictures} >= {
         "by-masks", "by-training-cost", "loss", "validation-certified", "validation-undefended", "worst-masks",
     }  # fmt: skip

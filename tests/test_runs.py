@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 import patchproof as pp
@@ -59,6 +60,7 @@ def test_any_sequence_and_any_callable_will_do_and_without_a_folder_nothing_is_w
     expected = pp.certify(double_masking(network), PICTURES)
     assert 0 < expected.certified.k < expected.defended.k <= expected.certified.n == 20
     assert [r.index for r in expected.records] == list(range(20))
+    assert repr(expected).startswith("Results(rates=")
     images, labels = torch.stack([image for image, _ in TENSORS]), torch.tensor([label for _, label in TENSORS])
     direct = double_masking(network)
     assert [r.certified for r in expected.records] == direct.certify(images, labels).certified.tolist()
@@ -390,6 +392,27 @@ def test_a_training_that_is_refused_for_its_manifest_freezes_nothing():
     with pytest.raises(pp.InputError, match="config must be JSON"):
         pp.train(network, PICTURES, plan, config={"mine": {1}})
     assert all(parameter.requires_grad for parameter in network.parameters())
+
+
+def test_an_epoch_of_a_network_that_answers_one_class_is_best_only_if_there_is_no_other(tmp_path):
+    """A constant network certifies all images of the most frequent class, more than one that tells classes apart."""
+    dull, able = plain_network(), plain_classifier()
+    nn.init.zeros_(dull[4].weight)
+    dull[4].bias.data = 5 * torch.eye(10)[8]
+    bags = [(SOURCE.load(i), 8) for i, label in enumerate(SOURCE.labels) if label == 8][:20]
+    plan = pp.Plan(strategy="none", epochs=2, batch_size=40, learning_rate=1e-9)
+
+    def learn(epoch):
+        dull.load_state_dict(able.state_dict())
+
+    trained = pp.train(dull, PICTURES, plan, validation=[*bags, *PICTURES], folder=tmp_path / "t", on_epoch=learn)
+    first, second = trained.results["epochs"]
+    assert (first["one_class"], second["one_class"]) == (True, False)
+    assert first["certified"]["k"] > second["certified"]["k"]
+    assert trained.best == second
+    assert read_run(tmp_path / "t").best.epoch == 2
+    best = load_file(tmp_path / "t" / "checkpoint-best" / "model.safetensors")
+    assert all(tensor.any() for tensor in best.values())
 
 
 def test_ls_says_what_is_running_stopped_trained_or_attacked(tmp_path):

@@ -174,7 +174,7 @@ def _complaint(error: Exception, tokens: Sequence[str], kind: type[Any] | None) 
     if isinstance(error, UnusedCliTokensError):
         return 2, f"unexpected argument: {' '.join(error.unused_tokens or ())}; see `patchproof {tokens[0]} --help`"
     if isinstance(error, CycloptsError):
-        return 2, str(error)
+        return 2, re.sub(r"\bfor \[(\w+)\]", r"for `\1`", str(error))  # a setting of a file, which is no flag
     if isinstance(error, PatchproofError):
         return 2 if isinstance(error, InputError) else 1, in_flags(str(error), kind)
     torch = sys.modules.get("torch")

@@ -73,12 +73,15 @@ def evaluate(settings: CertifySettings) -> int:
     if executor.rank or results is None:
         return 0
     content = results.content
+    stored: Any = runs.read_run(results.folder)
     broken = content.get("broken", ())
+    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
+    notes = [note for note in (unfit, runs.one_class_words(stored)) if note]
     if settings.json:
-        print_json({"folder": str(results.folder), **content})
+        print_json({"folder": str(results.folder), **content, "remarks": [*content["remarks"], *notes]})
         return 1 if broken else 0
     stdout, cost = Console(), content["cost"]
-    stored = show_results(results, stdout)
+    stdout.print(results_table(content, title=runs.run_title(stored)))
     for reason in content["partial"]:
         stdout.note(in_flags(reason, None), "partial")
     masked = "masked passes" if stored.masks else "passes"
@@ -88,21 +91,13 @@ def evaluate(settings: CertifySettings) -> int:
     if attack:
         stdout.plain(f"{cost['passes_per_image']:.0f} passes per image to attack it")
     stdout.plain(f"records, manifest and results: {results.folder}")
-    unfit = needs_training(content["defense"], results.undefended.rate, results.defended.rate)
-    for note in filter(None, (unfit, runs.one_class_words(stored))):
+    for note in notes:
         stdout.note(note)
     for index in broken:
         words = "is certified and a patch changes its answer; image, patch and label tables are in"
         place = results.folder / "broken" / str(index)
         Console(stderr=True, quiet=False).note(f"image {index} {words} {place}", "broken", "bold red")
     return 1 if broken else 0
-
-
-def show_results(results: Any, console: Console) -> Any:
-    """Print the table of a run; returns the run as it is stored."""
-    stored: Any = runs.read_run(results.folder)
-    console.print(results_table(results.content, title=runs.run_title(stored)))
-    return stored
 
 
 def certified(settings: Any, bar: RunBar, executor: Executor | None = None) -> Any:
@@ -272,7 +267,7 @@ def train(settings: TrainSettings) -> int:
         validated = f"{rates} of {best['certified']['n']} validation images ({how})"
         console.plain(f"best epoch {best['epoch']} of {settings.epochs}: {validated}")
         if best.get("one_class"):  # missing in trainings that an earlier version began
-            console.note("the network answers one class nearly always, so these rates say nothing about recognition")
+            console.note(runs.ONE_CLASS)
         console.plain(f"checkpoints and log: {found.folder}")
     if settings.recipe and found.folder is not None:
         certify_recipe(settings, found.folder, console)
@@ -369,7 +364,8 @@ def certify_recipe(settings: TrainSettings, folder: Path, console: Console) -> N
             paper = None if expected.certified is None or different else asdict(expected)
             print_json({"folder": str(results.folder), "paper": paper, **results.content})
             continue
-        show_results(results, console)
+        stored: Any = runs.read_run(results.folder)
+        console.print(results_table(results.content, title=runs.run_title(stored)))
         if expected.certified is not None and different:
             console.plain(f"not compared with the paper, because this training has another {', '.join(different)}\n")
         elif expected.certified is not None:

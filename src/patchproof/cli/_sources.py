@@ -34,7 +34,7 @@ PHRASES = {
     "resume on any": "--resume on any",
     "build or load it anew": "name the same --weights",
     " (pp.load_classifier)": "",
-    "name others as validation": "name others with --validation FOLDER",
+    "name other images as validation": "name other images with --validation FOLDER",
 }
 """Phrases of the library's messages, and what they are in flags."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from operator import index as as_integer
@@ -71,9 +71,9 @@ class FolderSource:
     root: Path
     name: str
     split: str
-    class_names: tuple[str, ...]
-    labels: tuple[int, ...]
-    paths: tuple[str, ...]
+    class_names: tuple[str, ...] = field(repr=False)
+    labels: tuple[int, ...] = field(repr=False)
+    paths: tuple[str, ...] = field(repr=False)
     low_resolution: bool
 
     def __len__(self) -> int:
@@ -184,9 +184,9 @@ class ArraySource:
 
     name: str
     split: str
-    class_names: tuple[str, ...]
-    labels: tuple[int, ...]
-    pixels: UInt8[np.ndarray, "n h w *rgb"]
+    class_names: tuple[str, ...] = field(repr=False)
+    labels: tuple[int, ...] = field(repr=False)
+    pixels: UInt8[np.ndarray, "n h w *rgb"] = field(repr=False)
     low_resolution: bool = True
 
     def __len__(self) -> int:

@@ -89,9 +89,8 @@ def network(
     """
     for name, module in classifier.named_modules() if isinstance(classifier, nn.Module) else ():
         if module.training:
-            raise CheckError(
-                f"the classifier is in training mode{f' (its {name})' if name else ''}; call classifier.eval() first"
-            )
+            where = f" (its module {name})" if name else ""
+            raise CheckError(f"the classifier is in training mode{where}; call classifier.eval() first")
     dtype = AUTOCAST.get(precision)
     lower = getattr(classifier, "lowered", None) if dtype is not None or compiled else None
     lowered = None if lower is None else lower(dtype or torch.float32, compiled=compiled)

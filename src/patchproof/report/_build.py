@@ -19,7 +19,15 @@ from patchproof.report._gallery import SMALL
 from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
 from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
-from patchproof.runs import Rate, StoredTraining, dump_json, read_runs, write_atomically
+from patchproof.runs import (
+    Rate,
+    StoredCertification,
+    StoredTraining,
+    dump_json,
+    one_class_words,
+    read_runs,
+    write_atomically,
+)
 from patchproof.types import InputError, count_words, printable, shortened
 from patchproof.version import __version__
 
@@ -191,7 +199,10 @@ def notices_of(traced: Sequence[TracedRun], trained: Sequence[StoredTraining]) -
             words = count_words(len(broken), "certified image was", "certified images were")
             which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
             yield run.name, f"{words} broken by a patch, which a certificate rules out: {which}"
-    for stored in (*(one.run for one in traced), *trained):
+    every: list[StoredCertification | StoredTraining] = [*(one.run for one in traced), *trained]
+    for stored in every:
+        if (said := one_class_words(stored)) is not None:
+            yield stored.name, said
         yield from ((stored.name, text) for text in stored.notices)
     if any(one.strategy for one in traced):  # an unknown strategy matters only where rows are named by strategies
         yield from ((one.run.name, one.doubt) for one in traced if one.doubt)

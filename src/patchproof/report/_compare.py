@@ -243,7 +243,7 @@ def accuracy_picture(
     for one in traced:
         at, run = tick(one), one.run
         if at is not None and one.certified.n:
-            named = [one.strategy or one.first] if joined else []
+            named = [one.strategy or f"weights of {one.first}"] if joined else []
             named += [f"{run.dataset}, n = {one.certified.n:,}", run.architecture, one.defense_words]
             words = (*named, *(getattr(run, name) for name in same))
             own = (one.label, run.weights_sha256) if joined else None

@@ -24,7 +24,7 @@ from patchproof.report._counts import (
 from patchproof.report._tables import interval_words, percent
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun
 from patchproof.report._training import validated_with
-from patchproof.runs import StoredCertification, StoredTraining, one_answer
+from patchproof.runs import StoredCertification, StoredTraining, one_class_words
 from patchproof.types import count_words
 
 WIDE = 0.10
@@ -111,17 +111,6 @@ def bounds(run: StoredCertification) -> str:
     return f"is between the two bounds: {words}; {broken_words(run)}"
 
 
-def one_answer_words(run: StoredCertification) -> str | None:
-    """A warning if the network answers one class nearly always."""
-    found = one_answer(run.good)
-    if found is None:
-        return None
-    label, own, rest = found
-    facts = f"right on {own.k:,} of {own.n:,} images of it, on {rest.k:,} of {rest.n:,} others"
-    meaning = "Its rates measure the share of that class and say nothing about recognition."
-    return f"The network answers one class nearly always, {run.class_name(label)}: {facts}. {meaning}"
-
-
 def difference(paired: Paired, name: str, base: str, holm: float | None = None) -> str:
     """`greedy is 4.2 points above cutout (95% interval +1.0 to +7.3, McNemar p = 0.012, n = 400).`
 
@@ -155,12 +144,12 @@ def conclude_one(one: TracedRun, others: Sequence[TracedRun] = ()) -> Conclusion
         verdict.insert(0, f"Do not rely on this defence: {broken_words(run)}.")
         same = "if masks, weights and preprocessing are those of the run"
         steps.append(f"Look at broken/ in the run's folder, and report it: a certificate cannot break {same}.")
-    single = one_answer_words(run)
+    single = one_class_words(run)
     if single is not None:
         steps.append(
             "Train the classifier until it tells the classes apart; masks, patches and attacks come after that."
         )
-        return Conclusion([single, *verdict], steps, excluded([run]))
+        return Conclusion([f"{single[0].upper()}{single[1:]}.", *verdict], steps, excluded([run]))
     width = rate.interval[1] - rate.interval[0]
     if width > WIDE:
         verdict.append(f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.")
@@ -262,7 +251,7 @@ def conclude_several(
     `unpaired` has the reason for each run that cannot be compared, `twins` for each attack the run that it attacks.
     """
     known, own = [one for one in traced if one.certified.n], base.run.name
-    single = {one.run.name: said for one in known if (said := one_answer_words(one.run))}
+    single = {one.run.name: said for one in known if (said := one_class_words(one.run))}
     if not known:
         return Conclusion([NOTHING])
     verdict, steps = list[str](), [step for one in traced for step in unfinished(one.run)][:1]
@@ -300,8 +289,9 @@ def conclude_several(
             shows = f"about {needed:,} images would be needed to show the difference from {own} (chance 80%)"
             steps.append(f"{c.run.name}: {shows}; {has}.")
     verdict += [f"{name} is not compared with {own}: {reason}." for name, reason in list(unpaired.items())[:NAMED]]
-    if any("other images" in reason for reason in unpaired.values()):
-        steps.append("Certify all runs on the same images (data set, split and limit), so that they can be paired.")
+    if any(" about " in reason for reason in unpaired.values()):
+        same = "on the same images (data set, split and limit) against the same patch"
+        steps.append(f"Certify all runs {same}, so that they can be paired.")
     attacked = [one.run for one in known if "attacked" in attacked_rates(one.run)]
     if not unpaired:
         trusted = [one for one in known if one.run.name not in single] or known
@@ -319,7 +309,7 @@ def conclude_several(
     for name, other in list(twins.items())[:NAMED]:
         verdict.append(f"{name} and {other} have the same weights and defence, so there is nothing to choose between.")
     if ordered:
-        verdict = [*(f"{name}: {said}" for name, said in single.items()), *verdict]
+        verdict = [*(f"{name}: {said}." for name, said in single.items()), *verdict]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

@@ -40,6 +40,7 @@ MOST_PASSES = 100
 WORST = (
     "Each row is one masked copy that a strategy would train on, chosen with the weights at the end of its training."
 )
+LEFT_OUT = "shown are the paper's strategies with masks for 3%, if checkpoint-last loads without code of your own."
 SEARCHED_FIRST = "Extra passes of memory: for an image searched before; the first search takes as many as greedy's."
 VALIDATED = "Accuracies on the validation images at the best epoch, with exact 95% intervals."
 
@@ -118,7 +119,9 @@ def hidden_by_strategies(named: Sequence[tuple[str, StoredTraining]]) -> list[Se
     if source is not None and classifiers:
         with suppress(PatchproofError):  # e.g. weights for other classes than the images have
             picture = worst_masks(classifiers, source, seed=0)
-            return [Section("worst-masks", "What each strategy hides", [WORST], [picture])]
+            left_out = ", ".join(name for name, _ in named if name not in classifiers)
+            words = [WORST, f"Left out: {left_out}; {LEFT_OUT}"] if left_out else [WORST]
+            return [Section("worst-masks", "What each strategy hides", words, [picture])]
     return []
 
 

@@ -49,8 +49,8 @@ from patchproof.runs._record import Rate as Rate
 from patchproof.runs._record import Record as Record
 from patchproof.runs._record import Results as Results
 from patchproof.runs._record import Tally as Tally
-from patchproof.runs._record import one_answer as one_answer
 from patchproof.runs._record import rates as rates
+from patchproof.runs._status import ONE_CLASS as ONE_CLASS
 from patchproof.runs._status import one_class_words as one_class_words
 from patchproof.runs._status import run_status as run_status
 from patchproof.runs._status import run_title as run_title

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from patchproof.data import ImageSource, NoSplitError, open_dataset
 from patchproof.types import InputError
 
-OTHERS = "name others as validation"
+OTHERS = "name other images as validation"
 
 
 class TrainingImages(NamedTuple):
@@ -74,6 +74,6 @@ def training_images(
     if unknown:
         raise InputError(
             f"{len(unknown)} classes of the validation images are not among the training classes, e.g. {unknown[0]}; "
-            f"{OTHERS}, with the same classes"
+            f"{OTHERS}: of the same classes"
         )
     return TrainingImages(source, held_out, tested)

@@ -170,8 +170,11 @@ class StoredTraining(_Stored):
 
     @property
     def best(self) -> StoredEpoch | None:
-        """The epoch in `checkpoint-best`: highest certified, then undefended accuracy; the first of equals."""
-        return max(self.epochs, key=lambda e: (e.certified.k, e.undefended.k, -e.epoch), default=None)
+        """The epoch in `checkpoint-best`: highest certified, then undefended accuracy; the first of equals.
+
+        One after which the network answers one class is best only if there is no other.
+        """
+        return max(self.epochs, key=lambda e: (not e.one_class, e.certified.k, e.undefended.k, -e.epoch), default=None)
 
 
 StoredRun = StoredCertification | StoredTraining

@@ -199,9 +199,9 @@ def rates(records: Iterable[Record]) -> dict[str, Rate]:
 class Results:
     """The outcome of a run; `content` is results.json. Only the process that writes the run has records."""
 
-    records: tuple[Record, ...]
+    records: tuple[Record, ...] = field(repr=False)
     rates: Mapping[str, Rate]
-    content: Mapping[str, Any]
+    content: Mapping[str, Any] = field(repr=False)
     folder: Path | None = None
 
     @property

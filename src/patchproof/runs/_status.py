@@ -7,6 +7,8 @@ from patchproof.runs._folder import being_written
 from patchproof.runs._reading import StoredCertification, StoredTraining
 from patchproof.runs._record import Tally, one_answer
 
+ONE_CLASS = "the network answers one class nearly always, so these rates say nothing about recognition"
+
 
 def run_title(run: StoredCertification) -> str:
     """Which network, images, defence, threat and masks the run is about."""
@@ -33,7 +35,6 @@ def run_status(run: StoredCertification | StoredTraining) -> str:
         state = "trained" if written and not partial else unfinished
         state += " (validation)" if run.best else " (no validation)"
         doubts = partial + damaged + doubts
-        one_class = run.best is not None and run.best.one_class
     else:
         done, planned = len(run.records), run.planned or len(run.records)
         if not (done or written or damaged):
@@ -48,12 +49,13 @@ def run_status(run: StoredCertification | StoredTraining) -> str:
         attacked = Tally(["attacked"]).add(run.attacks).rates()["attacked"]
         if attacked.n:
             state += f", attacked {attacked.rate:.1%}"
-        one_class = one_answer(run.good) is not None
-    return "; ".join([state, *doubts, *(["one class"] if one_class else [])])
+    return "; ".join([state, *doubts, *(["one class"] if one_class_words(run) else [])])
 
 
-def one_class_words(run: StoredCertification) -> str | None:
+def one_class_words(run: StoredCertification | StoredTraining) -> str | None:
     """A warning if the network answers one class nearly always: it certifies that class and recognises nothing."""
+    if isinstance(run, StoredTraining):
+        return ONE_CLASS if run.best is not None and run.best.one_class else None
     found = one_answer(run.good)
     if found is None:
         return None

@@ -220,7 +220,8 @@ class Progress:
     def add(self, report: StepReport, seconds: float) -> dict[str, Any] | None:
         """Log a step. After the last step of an epoch, validate, save checkpoints and return the epoch's facts.
 
-        `checkpoint-best` is chosen by certified, then by undefended accuracy. Only the main process returns facts.
+        `checkpoint-best` is chosen by certified, then by undefended accuracy, among the epochs after which the network
+        tells classes apart, if there are any. Only the main process returns facts.
         """
         notes, accelerator = self.notes, self.trainer.accelerator
         self.log("step", asdict(report))
@@ -240,7 +241,8 @@ class Progress:
         notes |= {"loss": 0.0, "images": 0}
         notes["epochs"].append(epoch)
         if found:
-            best = max(notes["epochs"], key=lambda one: (one["certified"]["k"], one["undefended"]["k"]))
+            order = [(not e.get("one_class"), e["certified"]["k"], e["undefended"]["k"]) for e in notes["epochs"]]
+            best = notes["epochs"][order.index(max(order))]
             if best is epoch:  # of equal epochs, the first stays
                 notes["best"] = epoch
                 if self.path is not None:
