@@ -316,7 +316,9 @@ def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> T
     """The plan's teacher, with its outputs in the order of the classifier's."""
     size = getattr(plan.teacher, "input_size", None)
     if size not in (None, classifier.input_size):
-        raise InputError(f"input_size must be the network's, {classifier.input_size}, also for the teacher, not {size}")
+        raise InputError(
+            f"the teacher takes images of {size}, the network {classifier.input_size}; give input_size to load both alike"
+        )
     own, known = classifier.class_names, getattr(plan.teacher, "class_names", None)
     teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
     answer = network(teacher, precision=plan.precision)
