@@ -66,6 +66,7 @@ class Defense(Protocol):
     With recovery, predict(x′) = y for all x′ ∈ 𝓐_𝓡(x); with detection, predict(x′) ∈ {y, −1}, where −1 is an alarm.
 
     Optional members:
+
     - `classifier`: its predictions are the undefended ones, and τ is measured on it;
     - `assess(images, labels)`: predict and certify together;
     - `occlusions` (or `masks`): the views under which τ is measured;

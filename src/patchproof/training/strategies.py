@@ -31,6 +31,7 @@ class MaskingStrategy(Protocol):
     """Given a batch and the current classifier, returns what stays visible in each copy to train on.
 
     `indices` are the positions of the images in the training data. Optional members:
+
     - `state_dict()` and `load_state_dict(state)`: the strategy's memory as tensors and JSON values by name. It is saved
       with every checkpoint. If there are several processes, their changes are merged after every step;
     - `observe(losses, indices=…)`: called after each step with the cross-entropy of each copy (copies b);
