@@ -139,7 +139,8 @@ def test_the_site_builds_without_a_warning_and_knows_every_flag_and_public_name(
             if argument.name.startswith("--"):
                 assert f"{argument.name}</span>" in reference, (verb, argument.name)
     page = (site / "reference" / "api" / "patchproof.html").read_text("utf-8")
-    assert [name for name in patchproof.__all__ if f'id="patchproof.{name}"' not in page] == []
+    public = set(patchproof.__all__) - {"jaxtyping"}  # imported into every module by the checks of these tests
+    assert {name for name in public if f'id="patchproof.{name}"' not in page} == set()
     assert re.search(r"Float\[Tensor, .{1,10}b c h w.{1,10}\]", re.sub(r"<[^>]+>", "", page))
 
 

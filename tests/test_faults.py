@@ -158,9 +158,8 @@ def test_killed_at_random_moments_nothing_is_lost_or_counted_twice(commands, job
         elif code != -number:  # before the handler is there, SIGTERM ends a process as SIGKILL does
             assert (hit, number != signal.SIGKILL, code) == (True, True, 128 + number), command.complaint
             on_disk, nothing = "; what was finished is on disk, continue with --resume", "; nothing was written yet"
-            refused(
-                code, command.complaint, f"stopped{on_disk if job.progress(folder) else f'({on_disk}|{nothing}|)'}$"
-            )
+            advice = on_disk if job.progress(folder) else f"{on_disk}|{nothing}"
+            refused(code, command.complaint, f"stopped({advice}|)$")  # no advice before the arguments are read
         if job.arguments[0] == "certify":
             assert job.progress(folder) >= before
     finish(commands, job, tmp_path / str(folders))

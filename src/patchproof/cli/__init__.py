@@ -100,6 +100,7 @@ def refuse_early(command: str, values: Sequence[Any], settings: Any) -> None:
     output = getattr(settings, "output", None)
     if command in RESUMABLE and output is not None and is_main_process() and not settings.dry_run:
         require_free(output, resume=settings.resume)
+        STOP.folder = output
     if command == "bench" and output is not None:
         require_file(output)
     if command == "explore":

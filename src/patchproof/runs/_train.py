@@ -173,7 +173,9 @@ def train(
                 if epoch is None:  # the end of an epoch is saved already
                     progress.save()
                 raise
-            if clock - saved > 60 * checkpoint_minutes:
+            if epoch is not None:
+                saved = clock
+            elif clock - saved > 60 * checkpoint_minutes:
                 progress.save()
                 saved = time.monotonic()
         shipped.load_state_dict(trainer.weights())
