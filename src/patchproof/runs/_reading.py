@@ -368,7 +368,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
         mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
         selected_on=selected_on,
-        chosen=index(best["epoch"]) if best else None,
+        chosen=best.get("epoch") if isinstance(best, Mapping) else None,
         weights_sha256=_text((results or {}).get("weights_sha256")),
         seconds=_seconds(results),
         notices=tuple(notices),
