@@ -119,6 +119,13 @@ def test_attacks_of_two_processes_are_those_of_one(commands, whole, tmp_path):
         assert Path("both", name).read_bytes() == Path("alone", name).read_bytes()
 
 
+def test_what_every_process_notes_the_main_one_says(commands, whole):
+    words = ("certify", "--weights", "start", "--patch", "99%", "--limit", "2")
+    both, _store = forked(commands, 2, "--output", "noted", words=words)
+    assert [rank.wait() for rank in both] == [0, 0], both[1].complaint
+    assert [rank.complaint.count("show nothing of the image") for rank in both] == [1, 0]
+
+
 def test_what_every_process_gets_wrong_the_main_one_says(commands, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (main, _), _store = forked(commands, 2, "--dataset", "nowhere")

@@ -19,7 +19,7 @@ import patchproof as pp
 from patchproof.attacks import AttackPlan
 from patchproof.cli.ls import runs_below
 from patchproof.data import open_dataset
-from patchproof.runs import Record, measure_on_generated, read_run
+from patchproof.runs import Record, _train, measure_on_generated, read_run
 from patchproof.runs._attack import Attacker
 from patchproof.runs.executors import InProcess
 from patchproof.types import CheckError, InputError
@@ -394,23 +394,44 @@ def test_a_training_that_is_refused_for_its_manifest_freezes_nothing():
     assert all(parameter.requires_grad for parameter in network.parameters())
 
 
-def test_an_epoch_of_a_network_that_answers_one_class_is_best_only_if_there_is_no_other(tmp_path):
-    """A constant network certifies all images of the most frequent class, more than one that tells classes apart."""
-    dull, able = plain_network(), plain_classifier()
+def learn_to_tell_apart(folder, *, epochs=2, resume=False):
+    """Train a network that answers one class, which can tell classes apart after the first epoch.
+
+    At first it certifies all images of the most frequent class, more than afterwards.
+    """
+    dull, able = plain_classifier(), plain_classifier()
     nn.init.zeros_(dull[4].weight)
     dull[4].bias.data = 5 * torch.eye(10)[8]
     bags = [(SOURCE.load(i), 8) for i, label in enumerate(SOURCE.labels) if label == 8][:20]
-    plan = pp.Plan(strategy="none", epochs=2, batch_size=40, learning_rate=1e-9)
+    plan = pp.Plan(strategy="none", epochs=epochs, batch_size=40, learning_rate=1e-9, schedule="constant")
 
     def learn(epoch):
         dull.load_state_dict(able.state_dict())
 
-    trained = pp.train(dull, PICTURES, plan, validation=[*bags, *PICTURES], folder=tmp_path / "t", on_epoch=learn)
+    options = {"validation": [*bags, *PICTURES], "folder": folder, "resume": resume, "on_epoch": learn}
+    return pp.train(dull, PICTURES, plan, **options)
+
+
+def test_an_epoch_of_a_network_that_answers_one_class_is_best_only_if_there_is_no_other(tmp_path):
+    trained = learn_to_tell_apart(tmp_path / "t")
     first, second = trained.results["epochs"]
     assert (first["one_class"], second["one_class"]) == (True, False)
     assert first["certified"]["k"] > second["certified"]["k"]
     assert trained.best == second
     assert read_run(tmp_path / "t").best.epoch == 2
+    best = load_file(tmp_path / "t" / "checkpoint-best" / "model.safetensors")
+    assert all(tensor.any() for tensor in best.values())
+
+
+def test_a_best_epoch_of_one_class_that_an_earlier_version_chose_is_said_and_replaced(tmp_path, monkeypatch):
+    """Earlier versions chose by certificates alone, so their `checkpoint-best` can hold such an epoch."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(_train, "_rank", lambda epoch: epoch["certified"]["k"])
+        assert learn_to_tell_apart(tmp_path / "t").best["epoch"] == 1
+    assert read_run(tmp_path / "t").best.epoch == 1
+    assert runs_below(tmp_path)[0]["status"].endswith("one class")
+    assert learn_to_tell_apart(tmp_path / "t", epochs=3, resume=True).best["epoch"] == 3
+    assert read_run(tmp_path / "t").best.epoch == 3
     best = load_file(tmp_path / "t" / "checkpoint-best" / "model.safetensors")
     assert all(tensor.any() for tensor in best.values())
 

@@ -124,10 +124,11 @@ def whole_number(hint: Any, tokens: Sequence[Token]) -> Any:
 
 
 class Notes(logging.Handler):
-    """Prints the library's messages on standard error."""
+    """Prints the library's messages on standard error, once per machine: each of its processes has the same to say."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        Console(stderr=True).note(in_flags(record.getMessage(), None))
+        if is_main_process():
+            Console(stderr=True).note(in_flags(record.getMessage(), None))
 
 
 def run(tokens: Sequence[str]) -> int:

@@ -167,13 +167,19 @@ class StoredTraining(_Stored):
     mask_patch: str
     selected_on: str | None
     """Images on which the best epoch is chosen, in words; None if the run does not say."""
+    chosen: int | None = None
+    """The epoch in `checkpoint-best`, if results.json names it."""
 
     @property
     def best(self) -> StoredEpoch | None:
         """The epoch in `checkpoint-best`: highest certified, then undefended accuracy; the first of equals.
 
-        One after which the network answers one class is best only if there is no other.
+        One after which the network answers one class is best only if there is no other. Earlier versions chose it all
+        the same, so the epoch that results.json names comes first.
         """
+        for epoch in self.epochs:
+            if epoch.epoch == self.chosen:
+                return epoch
         return max(self.epochs, key=lambda e: (not e.one_class, e.certified.k, e.undefended.k, -e.epoch), default=None)
 
 
@@ -345,7 +351,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
     if len(losses) < done:
         lost = count_words(done - len(losses), "step is", "steps are")
         notices.append(f"{lost} missing in log.jsonl; the weights do not depend on it")
-    identity = manifest["identity"]
+    identity, best = manifest["identity"], (results or {}).get("best")
     data = manifest.get("data") or {}
     validation, learned_from = data.get("validation"), data.get("train") or {"name": "unknown images"}
     selected_on = None if validation is None else printable(f"{validation['name']}, split {validation['split']}")
@@ -362,6 +368,7 @@ def _training(folder: Path, name: str, manifest: dict[str, Any]) -> StoredTraini
         search_passes=sum(passes) if all(isinstance(count, int) for count in passes) else None,
         mask_patch=str(identity.get("mask_patch") or identity["plan"].get("mask_patch")),
         selected_on=selected_on,
+        chosen=best.get("epoch") if isinstance(best, Mapping) else None,
         weights_sha256=_text((results or {}).get("weights_sha256")),
         seconds=_seconds(results),
         notices=tuple(notices),

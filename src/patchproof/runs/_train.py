@@ -243,9 +243,8 @@ class Progress:
         notes |= {"loss": 0.0, "images": 0}
         notes["epochs"].append(epoch)
         if found:
-            order = [(not e.get("one_class"), e["certified"]["k"], e["undefended"]["k"]) for e in notes["epochs"]]
-            best = notes["epochs"][order.index(max(order))]
-            if best is epoch:  # of equal epochs, the first stays
+            # Compared with what `checkpoint-best` holds, not with all epochs: an earlier version chose otherwise.
+            if notes["best"] is None or _rank(epoch) > _rank(notes["best"]):  # of equal epochs, the first stays
                 notes["best"] = epoch
                 if self.path is not None:
                     # Also of a first epoch alone: the training can go on, and choose among more.
@@ -262,6 +261,11 @@ class Progress:
             self.shipped.load_state_dict(self.trainer.weights())
             history = {"trained_on": self.images["train"]}
             save_training(self.path / "checkpoint-last", self.trainer, self.shipped, self.notes, history=history)
+
+
+def _rank(epoch: Mapping[str, Any]) -> tuple[bool, int, int]:
+    """What the best epoch has most of; the earliest runs did not record `one_class`."""
+    return not epoch.get("one_class"), epoch["certified"]["k"], epoch["undefended"]["k"]
 
 
 def _manifest(
