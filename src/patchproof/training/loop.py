@@ -317,7 +317,8 @@ def _teacher(plan: Plan, classifier: ImageClassifier, device: torch.device) -> T
     size = getattr(plan.teacher, "input_size", None)
     if size not in (None, classifier.input_size):
         raise InputError(
-            f"the teacher takes images of {size}, the network {classifier.input_size}; give input_size to load both alike"
+            f"the teacher takes images of {size}, the network {classifier.input_size}; "
+            "give input_size to load both alike"
         )
     own, known = classifier.class_names, getattr(plan.teacher, "class_names", None)
     teacher = plan.teacher.to(device).eval() if isinstance(plan.teacher, nn.Module) else plan.teacher
