@@ -581,15 +581,16 @@ def test_certificates_of_one_class_are_said_not_to_recognise_anything(photos, ca
     assert words in " ".join(capsys.readouterr().out.split())
     assert certify("--dataset", photos, "--weights", "constant", "--output", "j", "--json") == 0
     assert [words in remark for remark in json.loads(capsys.readouterr().out)["remarks"]] == [True]
-    shutil.copytree(photos, "val")
-    Path("val", CLASSES[0], "0.png").unlink()
+    shutil.copytree(photos, "shop/train")
+    shutil.copytree(photos, "shop/val")
+    Path("shop/val", CLASSES[0], "0.png").unlink()
     plan = ["--strategy", "none", "--learning-rate", "1e-9", "--epochs", "1", "--batch-size", "6", "--output", "t"]
-    assert run(["train", "--dataset", str(photos), "--validation", "val", "--weights", "constant", *plan]) == 0
+    assert run(["train", "--dataset", "shop", "--weights", "constant", *plan]) == 0
     assert "note: the network answers one class nearly always" in capsys.readouterr().out
     assert run(["ls", "runs", ".", "--json"]) == 0
     rows = {row["run"]: row["status"] for row in json.loads(capsys.readouterr().out)}
     assert rows["r"] == "complete; one class"
-    assert rows["t"].endswith("images that are also the test images (val, split all); one class"), "in a few words"
+    assert rows["t"].endswith("images that are also the test images (shop, split val); one class"), "in a few words"
     for other in (CLASSES[0], CLASSES[2]):
         shutil.rmtree(photos / other)
     assert certify("--dataset", photos, "--weights", "constant", "--output", "only") == 0
@@ -956,9 +957,11 @@ def test_completion_installs_and_completes(tmp_path, monkeypatch, capsys):
         assert run(["--install-completion", "--shell", shell]) == 0
         assert "patchproof" in capsys.readouterr().out
         assert (tmp_path / file).is_file()
-    lines = [f"source {tmp_path}/.bashrc"]
-    for words in ("patchproof cert", "patchproof certify --ma", "patchproof train --optimizer a"):
+    (tmp_path / "photos").mkdir()
+    lines = [f"source {tmp_path}/.bashrc", f"cd {tmp_path}"]
+    paths = ("patchproof certify --weights ph", "patchproof train --dataset ph")
+    for words in ("patchproof cert", "patchproof certify --ma", "patchproof train --optimizer a", *paths):
         lines += [f"COMP_WORDS=({words})", f"COMP_CWORD={len(words.split()) - 1}", "_patchproof"]
         lines += ["echo ${COMPREPLY[@]}"]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["certify", "--masks", "adamw"]
+    assert done.stdout.split() == ["certify", "--masks", "adamw", "photos", "photos"]

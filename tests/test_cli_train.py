@@ -263,6 +263,11 @@ def test_what_chooses_the_best_epoch_is_said_recorded_and_remembered(tmp_path, m
     )
     assert said in capsys.readouterr().err
     assert [has_splits(str(place)) for place in (data, flat, "imagenette")] == [True, False, True]
+    apart = ("--epochs", "1", "--validation", str(data / "validation"), "--output", "a")
+    assert train(data / "train", *apart) == 0
+    said = "chosen on validation, split all: checkpoint-best is not independent of these\n"
+    assert said in capsys.readouterr().err, "which images will be tested is not known"
+    assert content("a", "manifest")["remarks"] == []
     two = two_classes(tmp_path / "two", {"train": 14, "val": 5})
     assert train(two, "--output", "s", "--epochs", "1") == 0
     assert "these are also the images that certify tests" in capsys.readouterr().err

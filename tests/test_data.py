@@ -48,6 +48,7 @@ from patchproof.data import (
     spread_indices,
 )
 from patchproof.geometry import Rect, native_footprint, placement
+from patchproof.runs import image_files
 from patchproof.types import NOTED, CheckError, InputError, Preprocessing
 
 INTERPOLATION = {"nearest": InterpolationMode.NEAREST, "bilinear": InterpolationMode.BILINEAR}
@@ -339,6 +340,17 @@ def test_folders_without_classes_or_images(tmp_path: Path) -> None:
     (tmp_path / "dog").mkdir()
     with pytest.raises(InputError, match=r"class folder '.*dog' holds no images .*remove the folder"):
         open_dataset(str(tmp_path))
+
+
+def test_images_of_formats_that_are_not_read_are_noted(tmp_path: Path, notes: list[str]) -> None:
+    class_folders(tmp_path, ["cat", "dog"])
+    for name in ("cat/1.HEIC", "dog/2.avif", "dog/notes.txt"):
+        (tmp_path / name).write_bytes(b"")
+    said = "images of unknown formats are left out (2); convert them, e.g. "
+    open_dataset(tmp_path)
+    assert notes == [f"{tmp_path.name}: {said}cat/1.HEIC"]
+    image_files(tmp_path)
+    assert notes[1].startswith(f"{tmp_path}: {said}")
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
+NAMES_OR_PATHS = ("model", "weights", "dataset", "validation", "teacher")
 GROUPS = {owner: Group(heading, sort_key=place) for place, (owner, heading) in enumerate(HEADINGS.items(), start=1)}
 
 
@@ -61,6 +62,7 @@ def command_function(command: str, kind: type[Any]) -> Callable[..., int]:
         group = GROUPS.get("Options" if owner.endswith("Options") else owner, GROUPS[""])
         converter = whole_number if int in (hint, *typing.get_args(hint)) else None
         default = False if hint is bool else None  # "default: False" would suggest that a switch takes a value
+        hint = hint | Path if name in NAMES_OR_PATHS else hint  # str comes first, so that is what the value stays
         hints[name] = Annotated[hint, Parameter(group=group, converter=converter, show_default=default)]
     kind.__init__.__annotations__ = kind.__annotations__ = hints  # cyclopts reads both
     parameters = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from mimetypes import guess_type
 from operator import index as as_integer
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -113,8 +114,11 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
         raise InputError(f"no class folders in {str(root)!r}: expected one sub-folder per class, e.g. cat/1.jpg{hint}")
     paths: list[str] = []
     labels: list[int] = []
+    others: list[str] = []
     for label, class_name in enumerate(class_names):
-        found = sorted(_images(root, class_name), key=path_bytes)
+        files = sorted(_files(root, class_name), key=path_bytes)
+        found = [file for file in files if file.lower().endswith(EXTENSIONS)]
+        others += [file for file in files if not file.lower().endswith(EXTENSIONS)]
         if not found:
             raise InputError(
                 f"class folder {str(root / class_name)!r} holds no images ({' '.join(EXTENSIONS)}); "
@@ -122,6 +126,7 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
             )
         paths += found
         labels += [label] * len(found)
+    note_unread(others, name)
     if low_resolution is None:
         low_resolution = _low_resolution(lambda i: header_size(root / paths[i]), len(paths), name)
     return FolderSource(root, name, split, class_names, tuple(labels), tuple(paths), low_resolution)
@@ -147,8 +152,15 @@ def class_folders(root: Path) -> tuple[str, ...]:
     return tuple(folder.name for folder in folders if folder.is_dir() and Path(os.path.realpath(folder)) not in above)
 
 
-def _images(root: Path, class_name: str) -> Iterator[str]:
-    """The images below a class folder; each real folder is read once, so that loops of links end."""
+def note_unread(others: Iterable[str], name: str) -> None:
+    """Say how many of the `others`, which are left out, are images by their names, such as a phone's HEIC."""
+    images = [file for file in others if (guess_type(file, strict=False)[0] or "").startswith("image/")]
+    if images:
+        note(f"{name}: images of unknown formats are left out ({len(images)}); convert them", example=images[0])
+
+
+def _files(root: Path, class_name: str) -> Iterator[str]:
+    """The files below a class folder; each real folder is read once, so that loops of links end."""
     seen, pending = _with_parents(root), [class_name]
     while pending:
         inside = pending.pop()
@@ -161,7 +173,7 @@ def _images(root: Path, class_name: str) -> Iterator[str]:
             if path.is_dir():
                 pending.append(f"{inside}/{entry.name}")
             # A link to nothing is listed, and is a bad image later; pipes and devices are not read.
-            elif (path.is_file() or not path.exists()) and entry.name.lower().endswith(EXTENSIONS):
+            elif path.is_file() or not path.exists():
                 yield f"{inside}/{entry.name}"
 
 

@@ -13,18 +13,20 @@ OTHERS = "name other images as validation"
 
 
 class TrainingImages(NamedTuple):
-    """The images to learn from, other images that choose the best epoch, and the images that `certify` tests."""
+    """The images to learn from, other images that choose the best epoch, and those that `certify` tests, if known."""
 
     train: ImageSource
     validation: ImageSource
-    test: ImageSource
+    test: ImageSource | None
 
     @property
     def words(self) -> str:
         """Which images train, choose and test, and whether the test is independent."""
-        train, validation, test = (f"{images.name}, split {images.split}" for images in self)
-        words = f"learns from {train}; the best epoch is chosen on {validation}; "
-        tested = self.test.listing_sha256()
+        train, validation, test = (f"{images.name}, split {images.split}" if images else None for images in self)
+        words = f"learns from {train}; the best epoch is chosen on {validation}"
+        if self.test is None:
+            return words + ": checkpoint-best is not independent of these"
+        words, tested = words + "; ", self.test.listing_sha256()
         if self.validation.listing_sha256() == tested:
             return words + "these are also the images that certify tests: checkpoint-best is not independent of them"
         if self.train.listing_sha256() == tested:
@@ -60,8 +62,8 @@ def training_images(
         held_out = open_dataset(validation) if validation else opened("val")
     except NoSplitError as error:
         raise InputError(f"{dataset} has no images to validate on, no split `val` or `test`; {OTHERS}") from error
-    tested = opened(None) if divided else held_out
-    if not split and tested.split == source.split:  # there are no images to test on but those that choose
+    tested = opened(None) if divided else None
+    if tested and not split and tested.split == source.split:  # there are no images to test on but those that choose
         tested = held_out
     here, there = (getattr(images, "root", None) for images in (source, held_out))
     if here is None or there is None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchproof.data import EXTENSIONS, BadImageError, decode, preprocess, reading, to_rgb, unit_floats
+from patchproof.data import EXTENSIONS, BadImageError, decode, note_unread, preprocess, reading, to_rgb, unit_floats
 from patchproof.defenses import DEFENSES, Defense, MaskedDefense, assess, defense, device_of, require_defense
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
@@ -197,6 +197,7 @@ def image_files(path: Path) -> list[Path]:
     files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
     if not files:
         raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
+    note_unread((str(f) for f in found if not f.name.lower().endswith(EXTENSIONS)), str(path))
     return files
 
 
