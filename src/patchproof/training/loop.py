@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -123,13 +124,9 @@ class Trainer:
             classifier.requires_grad_(False)  # after all that may be refused, which then leaves nothing frozen
             head.requires_grad_(True)
         trained = [p for p in classifier.parameters() if p.requires_grad]
-        optimizer: torch.optim.Optimizer
-        if plan.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
-        else:
-            optimizer = torch.optim.SGD(
-                trained, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay
-            )
+        sgd = partial(torch.optim.SGD, momentum=plan.momentum)
+        chosen = torch.optim.AdamW if plan.optimizer == "adamw" else sgd
+        optimizer = chosen(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         begun = {k: v.detach().clone() for k, v in classifier.state_dict().items()}
         self.start = begun if plan.start_share else None
@@ -199,10 +196,9 @@ class Trainer:
         rate = self.plan.rate(self.step / self.steps_per_epoch)
         with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
             mirrored = None
-            if self.plan.augment == "light":
-                images, mirrored = flip_and_crop(images, self.generator)
-            elif self.plan.augment == "shift":
-                images, mirrored = flip_and_shift(images, self.generator)
+            if self.plan.augment != "none":
+                augmented = flip_and_crop if self.plan.augment == "light" else flip_and_shift
+                images, mirrored = augmented(images, self.generator)
             if hasattr(self.strategy, "mirrored"):
                 self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -234,7 +233,7 @@ class Grid(BuiltIn):
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         keep = masks.keep(search.images.device)
-        pairs = torch.tensor(list(combinations_with_replacement(range(len(masks)), 2)), device=keep.device)
+        pairs = torch.combinations(torch.arange(len(masks), device=keep.device), with_replacement=True)
         first, second = pairs.T[:, search.every(len(pairs))]
         worst = pairs[search.losses(keep, first, second).argmax(dim=1)]
         return keep[worst[:, 0]] & keep[worst[:, 1]]
