@@ -60,7 +60,7 @@ class MaskTable:
         every = torch.arange(len(self.masks))
         return every, every, every
 
-    def against(self, labels: Int64[Tensor, " b"]) -> MaskTable:
+    def against(self, labels: Int64[Tensor, " b"]) -> None:
         """Measure margins against these labels from now on; settled cells are kept.
 
         For a kept cell that predicts another label only the gap is stored, and −gap bounds the margin from above.
@@ -69,7 +69,6 @@ class MaskTable:
         self.known &= self.settled
         self.labels = labels.cpu()
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)
-        return self
 
     def evaluate(self, image: Tensor | slice, cell: Tensor | slice, *, settle: bool = True) -> None:
         """Make the cells [image, cell] settled, or without `settle` only known, which is enough for a certificate."""
@@ -122,10 +121,9 @@ class MaskTable:
         """True for known cells that predict their image's label with margin τ, so that they do so every time."""
         if self.labels is None:
             raise InputError("a certificate is about a label; give the table labels, or call against(labels)")
-        rows, cells = torch.arange(len(self.images))[:, None], torch.arange(self.known.shape[1])[None]
-        return self.known & self._answers(rows, cells, self.labels[:, None], sure=True)
+        return self.known & self._answers(slice(None), slice(None), self.labels[:, None], sure=True)
 
-    def _answers(self, image: Tensor, cell: Tensor, label: Tensor, *, sure: bool) -> Bool[Tensor, "j u"]:
+    def _answers(self, image: Any, cell: Any, label: Tensor, *, sure: bool) -> Bool[Tensor, "j u"]:
         same = self.label[image, cell] == label
         if not sure:
             return same
