@@ -13,7 +13,6 @@ from torch import Tensor
 from patchproof.defenses._base import Certificates, EvaluatedDefense, device_of, require_labels
 from patchproof.geometry import MaskSet, PatchThreat, Rect
 from patchproof.masking import Copies, Engine, Evaluator, masks_for, require_images
-from patchproof.models import mask_colour
 from patchproof.types import Classifier, InputError, kind_of, note
 
 BLOCK = 4
@@ -176,7 +175,6 @@ class MaskedDefense(EvaluatedDefense):
         if not isinstance(self.masks, MaskSet):
             raise InputError(f"masks must be a pp.MaskSet, not {kind_of(self.masks)}")
         super().__post_init__()
-        mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
             what = "patch positions" if self.threat.patches == 1 else "pairs of patch positions"
