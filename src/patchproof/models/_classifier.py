@@ -222,11 +222,16 @@ def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **ch
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Start torch's CPU generator at `seed`, and restore it afterwards. No other generator is touched."""
+def seeded(seed: int, gpu: torch.device | None = None) -> Iterator[None]:
+    """Start torch's CPU generator, and that of the GPU in use, at `seed`, and restore them afterwards.
+
+    No other generator is touched.
+    """
     require_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with torch.random.fork_rng(devices=[] if gpu is None else [gpu]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a traceback for each absent device
+        if gpu is not None:
+            torch.cuda.manual_seed(seed)
         yield
 
 

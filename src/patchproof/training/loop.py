@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from patchproof.data import Batch, Decoded, ImageSource, iterate_batches
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, network, require_classes, tf32
-from patchproof.models import ImageClassifier
+from patchproof.models import ImageClassifier, seeded
 from patchproof.training.augment import flip_and_crop, flip_and_shift
 from patchproof.training.losses import LOSSES, StepLoss, Teacher
 from patchproof.training.memory import merged, state_of
@@ -194,7 +194,10 @@ class Trainer:
             for buffer in self.classifier.buffers():
                 torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
-        with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
+        # Masks, augmentation and dropout are drawn from the seed and the step.
+        seed = _mixed(self.plan.seed, self.step, 2 + self.accelerator.process_index)
+        self.generator.manual_seed(seed)
+        with seeded(seed, images.device if images.is_cuda else None), tf32(self.plan.precision != "fp32"):
             mirrored = None
             if self.plan.augment != "none":
                 augmented = flip_and_crop if self.plan.augment == "light" else flip_and_shift
@@ -217,18 +220,6 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return StepReport(self.step, epoch, loss, rate, len(images), seconds, _seconds_between(before, after))
-
-    @contextmanager
-    def _randomness_of_step(self) -> Iterator[None]:
-        """Seed masks, augmentation and dropout from the seed and the step, and afterwards restore the random state."""
-        seed = _mixed(self.plan.seed, self.step, 2 + self.accelerator.process_index)
-        self.generator.manual_seed(seed)
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a traceback for each absent device
-            if devices:
-                torch.cuda.manual_seed(seed)
-            yield
 
     def _update(
         self, images: Tensor, labels: Tensor, keep: Tensor, rate: float
