@@ -53,9 +53,7 @@ class LiteralRule(pp.PatchCleanser):
     name: ClassVar[str] = LITERAL_RULE
 
     def predict(self, images: Tensor) -> Tensor:
-        pairs = self.pairs(images)
-        pairs.table.evaluate_all()
-        table = pairs.table.label[:, pairs.of_pair]
+        table = self.pairs(images).two_mask_labels()
         first = table.diagonal(dim1=1, dim2=2)
         majority = torch.tensor([min(labels, key=lambda y: (-labels.count(y), y)) for labels in first.tolist()])
         confirmed = (table == first[:, :, None]).all(dim=2) & (first != majority[:, None])

@@ -263,7 +263,7 @@ def test_a_certificate_asks_only_whether_a_label_is_the_images_own():
         found = every.certify(images, torch.tensor([label]))
         assert (found.certified.tolist(), found.forwards.tolist()) == ([label == 2], [passes * len(MASKS.unions)])
     assert every.assess(images, torch.tensor([0])).predictions.tolist() == [2]
-    table = every.pairs(images, torch.tensor([0])).table
+    table = every.pairs(images, torch.tensor([0]))
     table.evaluate_all(settle=False)
     table.against(torch.tensor([1]))
     assert not table.right().any(), "a cell that was not settled is unknown for another label"

@@ -17,11 +17,10 @@ from patchproof.models import load_classifier
 from patchproof.types import InputError
 
 MASKS = pp.covering_masks(pp.PatchThreat((6, 7), ((2, 3),)), per_axis=2)
-CPU = torch.device("cpu")
 
 
 def all_views() -> Views:
-    return Views.of((6, 7), CPU, MASKS.keep(), (MASKS.unions.first, MASKS.unions.second))
+    return Views.of(MASKS.keep(), MASKS.unions.first, MASKS.unions.second)
 
 
 def evaluator_of(classifier, *, fixed: bool = False, **engine) -> Evaluator:
@@ -151,7 +150,7 @@ def test_a_gradient_in_fast_precision_points_where_the_exact_one_does(generator,
     with torch.no_grad():
         [m for m in classifier.modules() if isinstance(m, torch.nn.Linear)][-1].weight.mul_(sure)
     masks = pp.covering_masks(pp.PatchThreat.square(image_size=(28, 28), pixels=5), per_axis=3)
-    views = Views.of((28, 28), CPU, masks.keep(), (torch.arange(9), torch.arange(9)))
+    views = Views.of(masks.keep(), torch.arange(9), torch.arange(9))
     images = torch.rand(4, 3, 28, 28, generator=generator)
     labels = classifier(images).argmax(dim=1)
     aim = Aim(torch.arange(9).expand(4, -1), torch.ones(4, 9, dtype=torch.bool), labels)
@@ -172,7 +171,8 @@ def slope_of(classifier, loss, *, count=3, **engine):
     images = torch.rand(count, 2, 6, 7, generator=torch.Generator().manual_seed(1))
     labels = torch.zeros(count, dtype=torch.int64)
     aim = Aim(labels[:, None], torch.ones(count, 1, dtype=torch.bool), labels)
-    return evaluator_of(classifier, **engine).gradient(images, labels, Views.of((6, 7), CPU), aim, loss)[1]
+    whole = Views.of(torch.ones(0, 1, 6, 7, dtype=torch.bool), labels[:0], labels[:0])
+    return evaluator_of(classifier, **engine).gradient(images, labels, whole, aim, loss)[1]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e37])

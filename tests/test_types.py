@@ -53,7 +53,7 @@ WRONG = {
     "defense.assess(images, labels[:1])": "labels must be a tensor of one int64 number for each of the 4 images",
     "defense.assess(images, labels[:, None])": "labels must be a tensor of one int64 number",
     "defense.assess(images, [0, 0, 0, 0])": "labels must be a tensor of one int64 number for each of the 4 images, not",
-    "defense.pairs(images).table.right()": "a certificate is about a label",
+    "defense.pairs(images).right()": "a certificate is about a label",
     "pp.certify(SimpleNamespace(**vars(own()) | {'guarantee': 'Recovery'}), [])": "guarantee must be one of recovery",
     "assess(own(), images)": "SimpleNamespace.certify must return Certificates, not tuple",
     "assess(own(labels, labels.float(), labels), images)": "certified must be bool of shape (4,), not torch.int64",

@@ -47,7 +47,8 @@ class Misclassify(Objective):
     kind: Literal["cross-entropy", "margin"] = "cross-entropy"
 
     def views(self, image_size: Size, device: torch.device) -> Views:
-        return Views.of(image_size, device)
+        none = torch.zeros(0, dtype=torch.int64)
+        return Views.of(torch.ones(0, 1, *image_size, dtype=torch.bool, device=device), none, none)
 
     def aim(self, clean: CleanAnswers, places: Int64[Tensor, "b *k 4"], attempt: Int64[Tensor, " b"]) -> Aim:
         view = torch.full((len(places), 1), clean.views.whole, device=places.device)

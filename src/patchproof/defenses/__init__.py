@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from patchproof.defenses._base import (
-    Assessment,
-    Certificates,
-    Defense,
-    assess,
-    device_of,
-    require_defense,
-)
+from patchproof.defenses._base import Assessment, Certificates, Defense, assess, device_of, require_defense
 from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds

@@ -12,13 +12,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchproof.geometry import Fields, MaskSet, PatchThreat
-from patchproof.masking import (
-    Engine,
-    Evaluator,
-    Measured,
-    check_classifier,
-    default_batch,
-)
+from patchproof.masking import Engine, Evaluator, Measured, check_classifier, default_batch
 from patchproof.masking import require_labels as require_labels
 from patchproof.models import fingerprint, require_attributes
 from patchproof.settings import NoOptions

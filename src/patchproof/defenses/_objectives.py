@@ -24,8 +24,7 @@ class PairObjective(Objective):
     masks: MaskSet
 
     def views(self, image_size: Size, device: torch.device) -> Views:
-        unions = self.masks.unions
-        return Views.of(image_size, device, self.masks.keep(device), (unions.first, unions.second))
+        return Views.of(self.masks.keep(device), self.masks.unions.first, self.masks.unions.second)
 
     def of_pair(self, device: torch.device) -> Int64[Tensor, "n n"]:
         return self.masks.unions.of_pair.to(device)
@@ -125,7 +124,7 @@ class OneRound(Objective):
 
     def views(self, image_size: Size, device: torch.device) -> Views:
         every = torch.arange(len(self.occlusions))
-        return Views.of(image_size, device, self.occlusions.keep(device), (every, every))
+        return Views.of(self.occlusions.keep(device), every, every)
 
     def salient_views(self, views: Views) -> Int64[Tensor, " v"]:
         return torch.arange(len(self.occlusions), device=views.first.device)

@@ -73,9 +73,8 @@ class EvidenceDefense(OwnDefense):
         own = torch.arange(lead.shape[1], device=lead.device) == labels[:, None]
         least, place = lead.masked_fill(own[:, :, None], torch.inf).min(dim=2)
         margin, rival = least.min(dim=1)
-        worst = {"worst.label": rival}
-        if lead.shape[2] == len(evidence.windows.places):  # a rule that only counts knows no location
-            worst["worst.place"] = evidence.windows.places[place.gather(1, rival[:, None])[:, 0]]
+        where = evidence.windows.places[place.gather(1, rival[:, None])[:, 0]]
+        worst = {"worst.label": rival, "worst.place": where}
         return Certificates(margin > self.above, margin.float(), evidence.passes, worst)
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from patchproof.defenses._base import Certificates, EvaluatedDefense, device_of, require_labels
 from patchproof.geometry import MaskSet, PatchThreat, Rect
 from patchproof.masking import Copies, Engine, Evaluator, masks_for, require_images
-from patchproof.models import mask_colour
 from patchproof.types import Classifier, InputError, kind_of, note
 
 BLOCK = 4
@@ -28,7 +27,7 @@ BYTES_PER_CELL = 75
 
 @dataclass
 class MaskTable:
-    """The table of F(x_b ⊙ m_first[u] ⊙ m_second[u]); each cell (b, u) is evaluated once, when it is first needed.
+    """The table of F(x_b ⊙ m_u) for every mask; each cell (b, u) is evaluated once, when it is first needed.
 
     A margin is that of the image's label in `labels`, or without labels the gap to the runner-up. A cell is `known` if
     it is known whether it predicts the label, and `settled` if its own label is certain too. Images stay on their
@@ -37,12 +36,13 @@ class MaskTable:
 
     evaluator: Evaluator
     images: Float[Tensor, "b c h w"]
-    keep: Bool[Tensor, "n 1 h w"]
-    first: Int64[Tensor, " u"]
-    second: Int64[Tensor, " u"]
+    masks: MaskSet
     labels: Int64[Tensor, " b"] | None = None
 
     def __post_init__(self) -> None:
+        require_images(self.images, self.masks.image_size)
+        self.keep = self.masks.keep(self.images.device)
+        self.first, self.second, self.one_mask = self.cells()
         self.evaluator.refresh()
         shape = len(self.images), len(self.first)
         self.known = torch.zeros(shape, dtype=torch.bool)
@@ -54,7 +54,12 @@ class MaskTable:
         if self.labels is not None:
             self.against(self.labels)
 
-    def against(self, labels: Int64[Tensor, " b"]) -> MaskTable:
+    def cells(self) -> tuple[Int64[Tensor, " u"], Int64[Tensor, " u"], Int64[Tensor, " n"]]:
+        """`first` and `second`, the two masks of each cell, and `one_mask`, the cell of each mask alone."""
+        every = torch.arange(len(self.masks))
+        return every, every, every
+
+    def against(self, labels: Int64[Tensor, " b"]) -> None:
         """Measure margins against these labels from now on; settled cells are kept.
 
         For a kept cell that predicts another label only the gap is stored, and −gap bounds the margin from above.
@@ -63,10 +68,9 @@ class MaskTable:
         self.known &= self.settled
         self.labels = labels.cpu()
         self.margin = torch.where(self.label == self.labels[:, None], self.gap, -self.gap)
-        return self
 
-    def evaluate(self, image: Int64[Tensor, " j"], cell: Int64[Tensor, " j"], *, settle: bool = True) -> None:
-        """Make these cells settled, or without `settle` only known, which is enough for a certificate."""
+    def evaluate(self, image: Tensor | slice, cell: Tensor | slice, *, settle: bool = True) -> None:
+        """Make the cells [image, cell] settled, or without `settle` only known, which is enough for a certificate."""
         asked = torch.zeros_like(self.known)
         asked[image, cell] = True  # a cell that is named twice is evaluated once
         image, cell = torch.nonzero(asked & ~(self.settled if settle else self.known), as_tuple=True)
@@ -79,14 +83,19 @@ class MaskTable:
 
     def evaluate_all(self, *, settle: bool = True) -> Int64[Tensor, "b u"]:
         """Evaluate every cell, and return all labels."""
-        self.evaluate(*torch.nonzero(~(self.settled if settle else self.known), as_tuple=True), settle=settle)
+        self.evaluate(slice(None), slice(None), settle=settle)
         return self.label
 
-    def row(self, cells: Int64[Tensor, " k"]) -> Int64[Tensor, "b k"]:
-        """Evaluate these cells of every image, and return their labels."""
-        rows = torch.arange(len(self.images))
-        self.evaluate(rows.repeat_interleave(len(cells)), cells.repeat(len(rows)))
-        return self.label[:, cells]
+    def one_mask_labels(self) -> Int64[Tensor, "b n"]:
+        """The first round: F(x_b ⊙ m) for every image and mask."""
+        self.evaluate(slice(None), self.one_mask)
+        return self.label[:, self.one_mask]
+
+    def all_right(self) -> Bool[Tensor, " b"]:
+        """∀ m ∈ 𝓜: F(x ⊙ m) = y with margin τ; the passes of an image end with its first wrong label."""
+        assert self.labels is not None
+        every = torch.arange(len(self.images))
+        return self.survivors(every, self.one_mask[self.central_first()].expand(len(every), -1), self.labels, sure=True)
 
     def survivors(
         self, image: Int64[Tensor, " j"], order: Int64[Tensor, "j u"], labels: Tensor, *, sure: bool = False
@@ -101,7 +110,7 @@ class MaskTable:
         start, block = 0, BLOCK
         while start < order.shape[1] and len(alive):
             cell, rows = order[alive, start : start + block], image[alive]
-            self.evaluate(rows.repeat_interleave(cell.shape[1]), cell.flatten(), settle=not sure)
+            self.evaluate(rows[:, None], cell, settle=not sure)
             right = self._answers(rows[:, None], cell, labels[alive][:, None], sure=sure)
             alive = alive[right.all(dim=1)]
             start, block = start + block, 2 * block
@@ -111,10 +120,9 @@ class MaskTable:
         """True for known cells that predict their image's label with margin τ, so that they do so every time."""
         if self.labels is None:
             raise InputError("a certificate is about a label; give the table labels, or call against(labels)")
-        rows, cells = torch.arange(len(self.images))[:, None], torch.arange(self.known.shape[1])[None]
-        return self.known & self._answers(rows, cells, self.labels[:, None], sure=True)
+        return self.known & self._answers(slice(None), slice(None), self.labels[:, None], sure=True)
 
-    def _answers(self, image: Tensor, cell: Tensor, label: Tensor, *, sure: bool) -> Bool[Tensor, "j u"]:
+    def _answers(self, image: Any, cell: Any, label: Tensor, *, sure: bool) -> Bool[Tensor, "j u"]:
         same = self.label[image, cell] == label
         if not sure:
             return same
@@ -122,15 +130,30 @@ class MaskTable:
         tau = self.evaluator.measured.tau_fp32 if gap.numel() else 0.0  # no image, no τ
         return same & (gap > 0) & (gap >= tau) & gap.isfinite()  # a tie is no lead, whatever τ
 
-    def certificates(self, certified: Bool[Tensor, " b"], masks: Int64[Tensor, "u k"]) -> Certificates:
+    def central_first(self) -> Int64[Tensor, " n"]:
+        """The masks, most likely to fail first: two rectangles hide more, central ones hide the object more often."""
+        height, width = self.masks.image_size
+
+        def rank(rects: tuple[Rect, ...]) -> tuple[int, float]:
+            offset = sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in rects)
+            return -len(rects), float(torch.tensor(offset))  # rounded to float32, so that symmetric masks tie
+
+        order = sorted(range(len(self.masks.parts)), key=lambda mask: rank(self.masks.parts[mask]))
+        return torch.tensor(order)
+
+    def masks_of(self, cell: Int64[Tensor, " b"]) -> Int64[Tensor, "b k"]:
+        """The masks of these cells, as certificates name them."""
+        return self.first[cell, None]
+
+    def certificates(self, certified: Bool[Tensor, " b"]) -> Certificates:
         """Certificates whose `witness` is the copy of smallest margin, among the failing copies if there are any.
 
-        The witness gives the masks of that copy, as `masks` lists them for every cell, and its predicted label.
+        The witness gives the masks of that copy and its predicted label.
         """
         failing = self.known & ~self.right()
         candidates = torch.where(failing.any(dim=1, keepdim=True), failing, self.known)
         rows, cell = torch.arange(len(certified)), self.margin.masked_fill(~candidates, torch.inf).argmin(dim=1)
-        evidence = {"witness.masks": masks[cell], "witness.label": self.label[rows, cell]}
+        evidence = {"witness.masks": self.masks_of(cell), "witness.label": self.label[rows, cell]}
         return Certificates(certified, self.margin[rows, cell], self.forwards.clone(), evidence)
 
 
@@ -152,7 +175,6 @@ class MaskedDefense(EvaluatedDefense):
         if not isinstance(self.masks, MaskSet):
             raise InputError(f"masks must be a pp.MaskSet, not {kind_of(self.masks)}")
         super().__post_init__()
-        mask_colour(self.classifier)
         missed = self.masks.uncovered(self.threat)
         if missed:
             what = "patch positions" if self.threat.patches == 1 else "pairs of patch positions"
@@ -202,24 +224,3 @@ class MaskedDefense(EvaluatedDefense):
             masks = self.masks.rects
         patches = {} if self.threat.patches == 1 else {"patches": self.threat.patches}
         return super().describe() | patches | {"guarantee": self.guarantee, "masks": masks, **self.arithmetic()}
-
-    def table(
-        self,
-        images: Float[Tensor, "b c h w"],
-        labels: Int64[Tensor, " b"] | None,
-        cells: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]],
-    ) -> MaskTable:
-        """A table of the copies x ⊙ m_first ⊙ m_second, still empty."""
-        require_images(images, self.masks.image_size)
-        return MaskTable(self.evaluator, images, self.masks.keep(images.device), *cells, labels)
-
-    def central_first(self) -> Int64[Tensor, " n"]:
-        """The masks, most likely to fail first: two rectangles hide more, central ones hide the object more often."""
-        height, width = self.masks.image_size
-
-        def rank(rects: tuple[Rect, ...]) -> tuple[int, float]:
-            offset = sum(abs(r.top + r.bottom - height) / height + abs(r.left + r.right - width) / width for r in rects)
-            return -len(rects), float(torch.tensor(offset))  # rounded to float32, so that symmetric masks tie
-
-        order = sorted(range(len(self.masks.parts)), key=lambda mask: rank(self.masks.parts[mask]))
-        return torch.tensor(order)

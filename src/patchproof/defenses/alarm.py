@@ -37,33 +37,29 @@ class Alarm(MaskedDefense):
 
     def predict(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, " b"]:
         """Return the label shared by all one-mask predictions, otherwise −1."""
-        return unanimous_label(self.copies(images).evaluate_all()).to(images.device)
+        return unanimous_label(self.table(images).one_mask_labels()).to(images.device)
 
     def certify(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"]) -> Certificates:
         """Certify ∀ m ∈ 𝓜: F(x ⊙ m) = y, and give up on an image at its first wrong label."""
-        table = self.copies(images, labels)
+        table = self.table(images, labels)
         self.measure(images)
-        rows = torch.arange(len(images))
-        right = table.survivors(rows, self.central_first().expand(len(rows), -1), labels.cpu(), sure=True)
-        return table.certificates(right, table.first[:, None]).to(images.device)
+        return table.certificates(table.all_right()).to(images.device)
 
     def assess(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> Assessment:
         """Predict and certify from one table; without labels the certificate is about the prediction."""
-        table = self.copies(images, labels)
+        table = self.table(images, labels)
         self.measure(images)
-        predictions = unanimous_label(table.evaluate_all())
+        predictions = unanimous_label(table.one_mask_labels())
         if labels is None:
             table.against(predictions)  # no copy is predicted as −1, so an alarm is not certified
-        found = table.certificates(table.right().all(dim=1), table.first[:, None])
-        return Assessment(predictions, found).to(images.device)
+        return Assessment(predictions, table.certificates(table.right().all(dim=1))).to(images.device)
 
-    def copies(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> MaskTable:
-        every = torch.arange(len(self.masks))
-        return self.table(images, labels, (every, every))
+    def table(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> MaskTable:
+        return MaskTable(self.evaluator, images, self.masks, labels)
 
     def explain(self, image: Float[Tensor, "c h w"]) -> list[int]:
         """F(x ⊙ m) for every mask."""
-        return self.copies(image[None]).evaluate_all()[0].tolist()
+        return self.table(image[None]).one_mask_labels()[0].tolist()
 
     def objectives(self) -> Sequence[Objective]:
         return (SilentAgreement(self.masks),)

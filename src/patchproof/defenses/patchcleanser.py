@@ -18,7 +18,7 @@ from patchproof.defenses._base import Assessment, Certificates
 from patchproof.defenses._objectives import FakeUnanimity, WrongMajority
 from patchproof.defenses._table import BYTES_PER_CELL, TABLE_CELLS, MaskedDefense, MaskTable
 from patchproof.geometry import MaskSet
-from patchproof.masking import Copies, Engine, Evaluator, Objective, require_images
+from patchproof.masking import Engine, Evaluator, Objective
 from patchproof.settings import PatchCleanserOptions
 from patchproof.types import Classifier
 
@@ -104,26 +104,24 @@ class PatchCleanser(MaskedDefense):
         first = pairs.one_mask_labels()
         predictions = pairs.defended(first)
         if labels is None:
-            pairs.table.against(predictions)
+            pairs.against(predictions)
         found = pairs.certificates(self._certified(pairs))
         unanimous = (first == first[:, :1]).all(dim=1)
         return Assessment(predictions, found, {"unanimous": unanimous}).to(images.device)
 
     def pairs(self, images: Float[Tensor, "b c h w"], labels: Int64[Tensor, " b"] | None = None) -> PairTable:
-        unions = self.masks.unions
-        return PairTable(self.table(images, labels, (unions.first, unions.second)), unions.of_pair)
+        return PairTable(self.evaluator, images, self.masks, labels)
 
     def _certified(self, pairs: PairTable) -> Bool[Tensor, " b"]:
         """Algorithm 2, on the whole table or with early exit."""
         if self.exhaustive:
-            pairs.table.evaluate_all(settle=False)
-            return two_mask_correct(pairs.table.right()[:, pairs.of_pair])
-        return pairs.all_right(one_mask_order=self.central_first())
+            pairs.evaluate_all(settle=False)
+            return two_mask_correct(pairs.right()[:, pairs.of_pair])
+        return pairs.all_right()
 
     def explain(self, image: Float[Tensor, "c h w"]) -> list[list[int]]:
         """F(x ⊙ m0 ⊙ m1) for every pair of masks, as JSON."""
-        pairs = self.pairs(image[None])
-        return pairs.table.evaluate_all()[0, pairs.of_pair].tolist()
+        return self.pairs(image[None]).two_mask_labels()[0].tolist()
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"exhaustive": self.exhaustive}
@@ -132,20 +130,19 @@ class PatchCleanser(MaskedDefense):
         return WrongMajority(self.masks), FakeUnanimity(self.masks)
 
 
-@dataclass(frozen=True)
-class PairTable:
+class PairTable(MaskTable):
     """The table of all two-mask predictions; `of_pair[a, b]` is the cell of masks a and b, and of equal unions."""
 
-    table: MaskTable
-    of_pair: Int64[Tensor, "n n"]
-
     @property
-    def one_mask(self) -> Int64[Tensor, " n"]:
-        return self.of_pair.diagonal()
+    def of_pair(self) -> Int64[Tensor, "n n"]:
+        return self.masks.unions.of_pair
 
-    def one_mask_labels(self) -> Int64[Tensor, "b n"]:
-        """The first round: F(x_b ⊙ m) for every image and mask."""
-        return self.table.row(self.one_mask)
+    def cells(self) -> tuple[Int64[Tensor, " u"], Int64[Tensor, " u"], Int64[Tensor, " n"]]:
+        return self.masks.unions.first, self.masks.unions.second, self.of_pair.diagonal()
+
+    def two_mask_labels(self) -> Int64[Tensor, "b n n"]:
+        """F(x_b ⊙ m0 ⊙ m1) for every image and pair of masks."""
+        return self.evaluate_all()[:, self.of_pair]
 
     def defended(self, first: Int64[Tensor, "b n"]) -> Int64[Tensor, " b"]:
         """Algorithm 1, where the second round of each disagreeing copy is evaluated until it is contradicted."""
@@ -165,44 +162,35 @@ class PairTable:
         With `until`, a round ends as soon as a label differs from `until`, and skipped copies repeat that label.
         Masks whose one-mask copies contradict `until` with the largest margin come first.
         """
-        table, cells = self.table, self.of_pair[mask]
+        rows, cells = image[:, None], self.of_pair[mask]
         if until is None:
-            table.evaluate(image.repeat_interleave(cells.shape[1]), cells.flatten())
-            return table.label[image[:, None], cells]
-        label = table.label[image[:, None], self.one_mask]
-        gap = table.gap[image[:, None], self.one_mask]
+            self.evaluate(rows, cells)
+            return self.label[rows, cells]
+        label, gap = self.label[rows, self.one_mask], self.gap[rows, self.one_mask]
         order = torch.where(label == until[:, None], -gap, gap).argsort(dim=1, descending=True, stable=True)
-        table.survivors(image, cells.gather(1, order), until)
-        seen = table.known[image[:, None], cells]
-        labels = table.label[image[:, None], cells]
+        self.survivors(image, cells.gather(1, order), until)
+        seen, labels = self.known[rows, cells], self.label[rows, cells]
         contradiction = (seen & (labels != until[:, None])).long().argmax(dim=1, keepdim=True)
         return torch.where(seen, labels, labels.gather(1, contradiction))
 
-    def all_right(self, one_mask_order: Int64[Tensor, " n"]) -> Bool[Tensor, " b"]:
+    def all_right(self) -> Bool[Tensor, " b"]:
         """Algorithm 2 with early exit: one-mask copies first, then the pairs with the smallest one-mask margins."""
-        table = self.table
-        assert table.labels is not None
-        images = torch.arange(len(table.images))
-        order = self.one_mask[one_mask_order].expand(len(images), -1)
-        alive = images[table.survivors(images, order, table.labels, sure=True)]
-        margin = table.margin[alive[:, None], self.one_mask]
-        pairs = torch.nonzero(table.first != table.second)[:, 0]
-        hardest = (margin[:, table.first[pairs]] + margin[:, table.second[pairs]]).argsort(dim=1, stable=True)
-        alive = alive[table.survivors(alive, pairs[hardest], table.labels[alive], sure=True)]
-        return torch.zeros(len(images), dtype=torch.bool).index_fill_(0, alive, True)
+        assert self.labels is not None
+        right = super().all_right()
+        alive = torch.nonzero(right)[:, 0]
+        margin = self.margin[alive[:, None], self.one_mask]
+        pairs = torch.nonzero(self.first != self.second)[:, 0]
+        hardest = (margin[:, self.first[pairs]] + margin[:, self.second[pairs]]).argsort(dim=1, stable=True)
+        right[alive] = self.survivors(alive, pairs[hardest], self.labels[alive], sure=True)
+        return right
 
-    def certificates(self, certified: Bool[Tensor, " b"]) -> Certificates:
-        """Certificates whose `witness` is the two-mask copy that decides: its masks and its predicted label."""
-        return self.table.certificates(certified, torch.stack([self.table.first, self.table.second], dim=1))
+    def masks_of(self, cell: Int64[Tensor, " b"]) -> Int64[Tensor, "b 2"]:
+        return torch.stack([self.first[cell], self.second[cell]], dim=1)
 
 
 def two_mask_labels(
     classifier: Classifier, images: Float[Tensor, "b c h w"], masks: MaskSet, *, engine: Engine | None = None
 ) -> Int64[Tensor, "b n n"]:
     """The whole table F(x_b ⊙ m0 ⊙ m1), symmetric in the masks; its diagonal holds the one-mask predictions."""
-    require_images(images, masks.image_size)
-    unions, count = masks.unions, len(images)
-    image = torch.arange(count).repeat_interleave(len(unions))
-    copies = Copies(image, unions.first.repeat(count), unions.second.repeat(count))
-    found = Evaluator(classifier, engine or Engine()).answers(images, masks.keep(images.device), copies)
-    return found.label.unflatten(0, (count, len(unions)))[:, unions.of_pair].to(images.device)
+    table = PairTable(Evaluator(classifier, engine or Engine()), images, masks)
+    return table.two_mask_labels().to(images.device)

@@ -102,8 +102,7 @@ class ThresholdVotes(Smoothing):
         super().__post_init__()
         self.require_precision("votes in float32")
         if not isinstance(self.engine, Measured):
-            self.evaluator.engine = replace(self.engine, precision="fp32", compile=False)
-            object.__setattr__(self, "engine", self.evaluator.engine)
+            object.__setattr__(self, "engine", replace(self.engine, precision="fp32", compile=False))
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"threshold": self.threshold}

@@ -101,8 +101,8 @@ def study(
     if isinstance(defense, PatchCleanser):
         about = defense.predict(images) if about is None else about
         pairs = defense.pairs(images, about)
-        copies = CopyTable.of(pairs.table, pairs.of_pair)
-        answer, certified = pairs.defended(pairs.one_mask_labels()), pairs.all_right(defense.central_first())
+        copies = CopyTable.of(pairs, pairs.of_pair)
+        answer, certified = pairs.defended(pairs.one_mask_labels()), pairs.all_right()
         return Finding(int(about), int(answer), bool(certified), float(copies.margins[copies.weakest]), copies)
     found = assess(defense, images, about)
     about = found.predictions if about is None else about
@@ -122,7 +122,7 @@ def watch(defense: Any, evaluator: Evaluator | None, image: Float[Tensor, "c h w
         answer, table = int(defense.predict(images)), one_mask_table(defense, evaluator, images)
         if table is None:
             return Rounds(undefended, answer)
-        labels = table.row(table.first)
+        labels = table.one_mask_labels()
         return Rounds(undefended, answer, tuple(labels[0].tolist()), int(majority_label(labels)))
     pairs = defense.pairs(images)
     first = pairs.one_mask_labels()
@@ -144,10 +144,7 @@ def one_mask_table(
 ) -> MaskTable | None:
     """The table of one-mask copies; None for a defence without masks or without a classifier."""
     masks = getattr(defense, "masks", None)
-    if masks is None or evaluator is None:
-        return None
-    every = torch.arange(len(masks))
-    return MaskTable(evaluator, images, masks.keep(images.device), every, every, labels)
+    return None if masks is None or evaluator is None else MaskTable(evaluator, images, masks, labels)
 
 
 def mask_words(masks: Sequence[int]) -> str:

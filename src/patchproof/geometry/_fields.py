@@ -64,14 +64,11 @@ class Fields:
         ablated = {"column": (False, True), "row": (True, False), "block": (True, True)}[ablation]
         axes = []
         for pixels, cut in zip(image_size, ablated, strict=True):
-            if not cut:
-                axes.append(torch.ones(1, pixels, dtype=torch.bool))
-                continue
-            for name, value in (("band", band), ("stride", stride)):
+            width, step = (band, stride) if cut else (pixels, pixels)
+            for name, value in (("band", width), ("stride", step)):
                 if not 1 <= value <= pixels:
                     raise InputError(f"{name} must be from 1 to the {pixels} pixels of the image, not {value}")
-            starts = torch.arange(0, pixels, stride)[:, None]
-            axes.append((torch.arange(pixels) - starts) % pixels < band)
+            axes.append((torch.arange(pixels) - torch.arange(0, pixels, step)[:, None]) % pixels < width)
         return cls(*axes)
 
     def __len__(self) -> int:

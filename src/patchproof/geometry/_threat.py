@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isqrt
+from math import ceil, isqrt
 from operator import index
 from typing import Any, NamedTuple
 
@@ -76,9 +76,7 @@ def square_side(percent: float, image_size: Size) -> int:
     if min(image_size) < 1:
         raise InputError(f"image_size must be at least one pixel each way, not {size_words(image_size)}")
     area = Fraction(str(percent)) * image_size[0] * image_size[1] / 100
-    side = isqrt(area.numerator // area.denominator)
-    if side * side < area:
-        side += 1
+    side = isqrt(ceil(area) - 1) + 1
     if percent < 0.1:
         note(f"{percent:g} percent of the image is a patch of {side}×{side} pixels; for three percent give 3")
     return side

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,17 +59,12 @@ class Network:
     def of(self, images: Tensor, *, prepare: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Return (rows, keep) -> logits of images[rows]. With `prepare`, what the classifier does to images before its
         network sees them (normalising) is done once, not again for every masked copy."""
-        inner: Any = self.classifier
-        ready = images
-        if prepare and only_prepares(inner):
-            with self._arithmetic(images), explained(images):
-                inner, ready = Core(inner, fill_colour(inner, images)), inner.prepared(images)
-
-        def logits(rows: Tensor, keep: Tensor | None) -> Tensor:
-            with self._arithmetic(images):
-                return show(inner, ready[rows], keep).float()
-
-        return logits
+        outer: Any = self.classifier
+        if not (prepare and only_prepares(outer)):
+            return lambda rows, keep: self(images[rows], keep)
+        with self._arithmetic(images), explained(images):
+            inner, ready = replace(self, classifier=Core(outer, fill_colour(outer, images))), outer.prepared(images)
+        return lambda rows, keep: inner(ready[rows], keep)
 
     @contextmanager
     def _arithmetic(self, images: Tensor) -> Iterator[None]:

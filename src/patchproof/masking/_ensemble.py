@@ -97,11 +97,8 @@ class Mirror(Ensemble):
     kind = "mirrored"
     mirrored = True
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return super().forward(images.flip(3))
-
-    def masked(self, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]) -> Float[Tensor, "b classes"]:
-        return super().masked(images.flip(3), keep.flip(3))
+    def _log_mean(self, images: Tensor, keep: Tensor | None) -> Tensor:
+        return super()._log_mean(images.flip(3), None if keep is None else keep.flip(3))
 
 
 def weight_names(weights: str) -> list[str]:

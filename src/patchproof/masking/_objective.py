@@ -25,19 +25,10 @@ class Views:
     second: Int64[Tensor, " u"]
 
     @classmethod
-    def of(
-        cls,
-        image_size: Size,
-        device: torch.device,
-        keep: Bool[Tensor, "m 1 h w"] | None = None,
-        pairs: tuple[Int64[Tensor, " u"], Int64[Tensor, " u"]] | None = None,
-    ) -> Views:
-        """Return the views of these pairs of masks and of the whole image; without masks, of the whole image alone."""
-        whole = torch.ones(1, 1, *image_size, dtype=torch.bool, device=device)
-        masks = whole[:0] if keep is None else keep.to(device)
-        none = torch.zeros(0, dtype=torch.int64)
-        last = torch.tensor([len(masks)])
-        first, second = (torch.cat([t, last]).to(device) for t in (pairs or (none, none)))
+    def of(cls, masks: Bool[Tensor, "n 1 h w"], first: Int64[Tensor, " u"], second: Int64[Tensor, " u"]) -> Views:
+        """Return the views of these pairs of masks and of the whole image."""
+        whole, last = masks.new_ones(1, *masks.shape[1:]), torch.tensor([len(masks)])
+        first, second = (torch.cat([numbers, last]).to(masks.device) for numbers in (first, second))
         return cls(torch.cat([masks, whole]), first, second)
 
     @property

@@ -13,6 +13,7 @@ from patchproof.models._classifier import match_labels as match_labels
 from patchproof.models._classifier import only_prepares as only_prepares
 from patchproof.models._classifier import require_attributes as require_attributes
 from patchproof.models._classifier import rewrap as rewrap
+from patchproof.models._classifier import seeded as seeded
 from patchproof.models._classifier import weights_sha256 as weights_sha256
 from patchproof.models._files import SEAL as SEAL
 from patchproof.models._files import checkpoint_architecture as checkpoint_architecture

@@ -32,6 +32,10 @@ class Wrapped:
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """The input of `module`."""
 
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Logits of images in [0, 1]."""
+        return self.module(self.prepared(images))
+
     @property
     def masked(self) -> Callable[[Tensor, Tensor], Tensor]:
         """(images, keep Bool "b 1 h w", True = visible) -> logits, if the network has its own way to hide pixels."""
@@ -57,8 +61,7 @@ class Core(Wrapped):
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         return images
 
-    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return self.module(images)
+    __call__ = Wrapped.forward
 
 
 class ImageClassifier(Wrapped, nn.Module):
@@ -104,7 +107,7 @@ class ImageClassifier(Wrapped, nn.Module):
             raise InputError(f"mean must be within [0, 1] as the images are, got {shift}; divide 0-255 values by 255")
         if not all(0 < value < math.inf for value in scale):
             raise InputError(f"std must be positive and finite, got {scale}")
-        if len(size) != 2 or min(size) < 1:
+        if min(size) < 1:
             raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {size}")
         require_one_of("interpolation", interpolation, get_args(Interpolation))
         if not 0 < crop_pct < math.inf:
@@ -135,10 +138,6 @@ class ImageClassifier(Wrapped, nn.Module):
         self.fill = mask_colour(self)
         if len(self.fill) != len(shift):
             raise InputError(f"fill needs one value in [0, 1] per channel ({len(shift)}), got {self.fill}")
-
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Logits of images in [0, 1]."""
-        return self.module(self.prepared(images))
 
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         if images.shape[1] != len(self.shift):
@@ -187,8 +186,7 @@ class Lowered(Wrapped):
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         return self.original.prepared(images).to(self.dtype)
 
-    def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        return self.module(self.prepared(images))
+    __call__ = Wrapped.forward
 
 
 def only_prepares(classifier: Any) -> bool:
@@ -224,11 +222,16 @@ def rewrap(classifier: ImageClassifier, *, module: nn.Module | None = None, **ch
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Start torch's CPU generator at `seed`, and restore it afterwards. No other generator is touched."""
+def seeded(seed: int, gpu: torch.device | None = None) -> Iterator[None]:
+    """Start torch's CPU generator, and that of the GPU in use, at `seed`, and restore them afterwards.
+
+    No other generator is touched.
+    """
     require_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with torch.random.fork_rng(devices=[] if gpu is None else [gpu]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a traceback for each absent device
+        if gpu is not None:
+            torch.cuda.manual_seed(seed)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,18 +100,15 @@ def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
     """
     seen: list[str] = []
 
-    def note(name: str, module: nn.Module, output: object) -> None:
+    def note(name: str, module: nn.Module, _inputs: object, output: object) -> None:
         shape = tuple(output.shape[1:]) if isinstance(output, Tensor) else ()
         if len(shape) == 3 and math.prod(shape) > max(shape[0], shape[2]):  # channels may come first or last
             seen.append(name)
         elif len(shape) == 2 and shape[0] > 1 and not (POOLING.search(name) or isinstance(module, nn.Flatten)):
             seen.clear()
 
-    handles = [
-        module.register_forward_hook(lambda part, _i, output, name=name: note(name, part, output))
-        for name, module in classifier.named_modules()
-        if name
-    ]
+    named = [(name, module) for name, module in classifier.named_modules() if name]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in named]
     try:
         with torch.no_grad():
             classifier(probe)

@@ -10,8 +10,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from patchproof.data import Batch, Decoded, ImageSource, iterate_batches
 from patchproof.geometry import PatchThreat, parse_patches
 from patchproof.masking import Engine, MaskedForward, images_ahead, label_range, network, require_classes, tf32
-from patchproof.models import ImageClassifier
+from patchproof.models import ImageClassifier, seeded
 from patchproof.training.augment import flip_and_crop, flip_and_shift
 from patchproof.training.losses import LOSSES, StepLoss, Teacher
 from patchproof.training.memory import merged, state_of
@@ -123,13 +124,9 @@ class Trainer:
             classifier.requires_grad_(False)  # after all that may be refused, which then leaves nothing frozen
             head.requires_grad_(True)
         trained = [p for p in classifier.parameters() if p.requires_grad]
-        optimizer: torch.optim.Optimizer
-        if plan.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
-        else:
-            optimizer = torch.optim.SGD(
-                trained, lr=plan.rate(0), momentum=plan.momentum, weight_decay=plan.weight_decay
-            )
+        sgd = partial(torch.optim.SGD, momentum=plan.momentum)
+        chosen = torch.optim.AdamW if plan.optimizer == "adamw" else sgd
+        optimizer = chosen(trained, lr=plan.rate(0), weight_decay=plan.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step_loss, optimizer)
         begun = {k: v.detach().clone() for k, v in classifier.state_dict().items()}
         self.start = begun if plan.start_share else None
@@ -197,12 +194,14 @@ class Trainer:
             for buffer in self.classifier.buffers():
                 torch.distributed.broadcast(buffer, src=0)
         rate = self.plan.rate(self.step / self.steps_per_epoch)
-        with self._randomness_of_step(), tf32(self.plan.precision != "fp32"):
+        # Masks, augmentation and dropout are drawn from the seed and the step.
+        seed = _mixed(self.plan.seed, self.step, 2 + self.accelerator.process_index)
+        self.generator.manual_seed(seed)
+        with seeded(seed, images.device if images.is_cuda else None), tf32(self.plan.precision != "fp32"):
             mirrored = None
-            if self.plan.augment == "light":
-                images, mirrored = flip_and_crop(images, self.generator)
-            elif self.plan.augment == "shift":
-                images, mirrored = flip_and_shift(images, self.generator)
+            if self.plan.augment != "none":
+                augmented = flip_and_crop if self.plan.augment == "light" else flip_and_shift
+                images, mirrored = augmented(images, self.generator)
             if hasattr(self.strategy, "mirrored"):
                 self.strategy.mirrored = mirrored
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
@@ -221,18 +220,6 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return StepReport(self.step, epoch, loss, rate, len(images), seconds, _seconds_between(before, after))
-
-    @contextmanager
-    def _randomness_of_step(self) -> Iterator[None]:
-        """Seed masks, augmentation and dropout from the seed and the step, and afterwards restore the random state."""
-        seed = _mixed(self.plan.seed, self.step, 2 + self.accelerator.process_index)
-        self.generator.manual_seed(seed)
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a traceback for each absent device
-            if devices:
-                torch.cuda.manual_seed(seed)
-            yield
 
     def _update(
         self, images: Tensor, labels: Tensor, keep: Tensor, rate: float

@@ -13,7 +13,7 @@ from patchproof.geometry import parse_patches
 from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
-from patchproof.training.strategies import VIEW, MaskingStrategy, require_strategy
+from patchproof.training.strategies import VIEW, MaskingStrategy, strategy_entry
 from patchproof.types import InputError
 
 STRATEGY_OPTIONS = {
@@ -40,7 +40,7 @@ class Plan(TrainingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.strategy, str):
-            require_strategy(self.strategy)
+            strategy_entry(self.strategy)  # refuses an unknown name
         else:
             try:
                 inspect.signature(self.strategy).bind(None, None, None, indices=None, epoch=0)

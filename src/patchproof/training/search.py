@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from patchproof.masking import (
     require_classes,
     require_labels,
 )
-from patchproof.settings import Ablation, GutoutTarget, Upsampling
+from patchproof.settings import Ablation, Checked, GutoutTarget, Upsampling
 from patchproof.training.gradcam import grad_cam, named_layer
-from patchproof.types import Classifier, InputError, require_kinds
+from patchproof.types import Classifier, InputError
 
 Images = Float[Tensor, "b c h w"]
 Labels = Int64[Tensor, " b"]
@@ -87,7 +86,7 @@ class Search:
 
 
 @dataclass
-class BuiltIn:
+class BuiltIn(Checked):
     """Base class of the strategies in `STRATEGIES`: one image size, and one copy for each of its mask sets.
 
     `forwards` and `backwards` are its extra passes per image. The evaluator is kept from batch to batch, because its
@@ -154,6 +153,7 @@ class RandomView(BuiltIn):
     views: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.mask_sets = self.mask_sets[:1] * self.views
         self.fields = Fields.bands(self.mask_sets[0].image_size, self.ablation, self.band)
 
@@ -184,10 +184,6 @@ class Gutout(BuiltIn):
     target: GutoutTarget = "predicted"
     layer: str | None = None
     upsampling: Upsampling = "bilinear"
-
-    def __post_init__(self) -> None:
-        own = {"target": self.target, "layer": self.layer, "upsampling": self.upsampling}
-        require_kinds(Gutout, own)
 
     @property
     def forwards(self) -> int:
@@ -234,7 +230,7 @@ class Grid(BuiltIn):
 
     def copy(self, search: Search, masks: MaskSet) -> Visible:
         keep = masks.keep(search.images.device)
-        pairs = torch.tensor(list(combinations_with_replacement(range(len(masks)), 2)), device=keep.device)
+        pairs = torch.combinations(torch.arange(len(masks), device=keep.device), with_replacement=True)
         first, second = pairs.T[:, search.every(len(pairs))]
         worst = pairs[search.losses(keep, first, second).argmax(dim=1)]
         return keep[worst[:, 0]] & keep[worst[:, 1]]
@@ -249,6 +245,7 @@ class MultiSizeGreedy(BuiltIn):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.coarse, self.fine = self.mask_sets
         self.made: dict[torch.device, Tensor] = {}
         # Fine masks are numbered after the coarse ones: mask i of the fine set is len(coarse) + i.
@@ -319,7 +316,6 @@ class Memory(MultiSizeGreedy):
     refresh: int = 0
 
     def __post_init__(self) -> None:
-        require_kinds(Memory, {"tries": self.tries, "refresh": self.refresh})
         super().__post_init__()
         if min(self.tries) < 1:
             raise InputError(f"tries must be at least 1 in each round, not {self.tries}")

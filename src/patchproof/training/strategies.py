@@ -62,15 +62,10 @@ class StrategyEntry:
 VIEW = re.compile(r"(column|row|block)([1-9]\d{0,4})")
 
 
-def _view(name: str) -> Any:
-    """The entry of a name such as `column4`, or None if it is no view."""
-    found = VIEW.fullmatch(name)
-    if found is None:
-        return None
-    kind: Any = found[1]
+def _view(kind: Any, band: int) -> StrategyEntry:
     shown = "block" if kind == "block" else f"band of {kind}s"
-    words = f"one random {shown} {found[2]} wide, wrapping around, and nothing else"
-    return StrategyEntry(words, partial(search.RandomView, ablation=kind, band=int(found[2])))
+    words = f"one random {shown} {band} wide, wrapping around, and nothing else"
+    return StrategyEntry(words, partial(search.RandomView, ablation=kind, band=band))
 
 
 STRATEGIES = {
@@ -88,9 +83,9 @@ STRATEGIES = {
     "memory": StrategyEntry("greedy, later only the masks remembered as worst of each image", search.Memory, "both"),
     "grid3x3": StrategyEntry("the worst of all pairs of 3×3 masks", search.Grid),
     "grid6x6": StrategyEntry("the worst of all pairs of 6×6 masks", search.Grid, "6x6"),
-    "column4": _view("column4"),
-    "row4": _view("row4"),
-    "block12": _view("block12"),
+    "column4": _view("column", 4),
+    "row4": _view("row", 4),
+    "block12": _view("block", 12),
 }
 """Strategies by name. Views of any width have a name, too, e.g. `column8`."""
 
@@ -109,12 +104,11 @@ def masking_strategy(
 
     `options` are those of the strategy, e.g. `tries=(2, 2, 2, 2)` and `refresh=0` for `memory`.
     """
-    require_strategy(name)
+    entry = strategy_entry(name)
     size = whole_size(image_size, "image_size")
     pair = masks or training_masks(size)
     if any(m.image_size != size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {size}")
-    entry = STRATEGIES.get(name) or _view(name)
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
     common = search.BuiltIn.__match_args__
     known = [option for option in inspect.signature(entry.kind).parameters if option not in common]
@@ -124,12 +118,15 @@ def masking_strategy(
     return entry.kind(sets, generator, engine or Engine(), **options)
 
 
-def require_strategy(name: str) -> None:
-    """Refuse an unknown name, and suggest the nearest known one."""
-    if name not in STRATEGIES and _view(name) is None:
+def strategy_entry(name: str) -> StrategyEntry:
+    """The strategy of this name; an unknown name is refused, and the nearest known one suggested."""
+    if view := VIEW.fullmatch(name):
+        return _view(view[1], int(view[2]))
+    if name not in STRATEGIES:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(STRATEGIES)}"
         raise InputError(f"unknown masking strategy `{name}`; {hint}")
+    return STRATEGIES[name]
 
 
 def training_masks(image_size: Size) -> MaskPair:
