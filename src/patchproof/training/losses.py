@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat, Windows, inside, receptive_windows
+from patchproof.geometry import PatchThreat, Windows, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
 from patchproof.types import InputError
@@ -167,22 +167,19 @@ class IntervalLoss:
         clean = functional.cross_entropy(classifier(images).float(), labels) if grown < 1 else images.new_zeros(())
         if not grown:
             return clean
-        patches = self.places(images)
-        lower = torch.where(patches, (1 - grown) * images, images)
-        upper = torch.where(patches, images + grown * (1 - images), images)
-        repeated = labels.repeat(self.positions)
-        bounds = margin_bounds(classifier, lower.flatten(0, 1), upper.flatten(0, 1), repeated, rounding=False)
+        owner = torch.arange(len(images), device=images.device).repeat(self.positions)
+        windows = self.places(self.positions * len(images)).to(images.device)
+        bounds = margin_bounds(classifier, images, labels[owner], owner, windows, share=grown, rounding=False)
         worst = bounds.float().unflatten(0, (self.positions, -1)).amin(dim=0)
         return (1 - grown) * clean + grown * functional.cross_entropy(-worst, labels)
 
-    def places(self, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "positions b 1 h w"]:
-        """Draw patches of random sizes of the threat at random locations; True inside the patch."""
-        shape, sizes = (self.positions, len(images)), torch.tensor(self.threat.patch_sizes)
-        size = sizes[torch.randint(len(sizes), shape)]
+    def places(self, count: int) -> Int64[Tensor, "count 4"]:
+        """Draw patches of random sizes of the threat at random locations."""
+        sizes = torch.tensor(self.threat.patch_sizes)
+        size = sizes[torch.randint(len(sizes), (count,))]
         room = torch.tensor(self.threat.image_size) - size + 1
-        first = (torch.stack([torch.rand(shape), torch.rand(shape)], dim=2) * room).long()
-        places = torch.cat([first, size], dim=2).to(images.device)
-        return inside(places.flatten(0, 1), self.threat.image_size).unflatten(0, shape)
+        first = (torch.rand(count, 2) * room).long()
+        return torch.cat([first, size], dim=1)
 
 
 LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
