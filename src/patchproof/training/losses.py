@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -169,8 +170,12 @@ class IntervalLoss:
             return clean
         owner = torch.arange(len(images), device=images.device).repeat(self.positions)
         windows = self.places(self.positions * len(images)).to(images.device)
-        bounds = margin_bounds(classifier, images, labels[owner], owner, windows, share=grown, rounding=False)
-        worst = bounds.float().unflatten(0, (self.positions, -1)).amin(dim=0)
+        bound = partial(margin_bounds, classifier, images, share=grown, rounding=False)
+        with torch.no_grad():  # only the windows of the smallest bounds have a gradient
+            bounds = bound(labels[owner], owner, windows).unflatten(0, (self.positions, -1))
+        smallest = bounds.argmin(dim=0) * len(images) + owner[: len(images), None]
+        some, place = smallest.unique(return_inverse=True)
+        worst = bound(labels[owner[some]], owner[some], windows[some]).float().gather(0, place)
         return (1 - grown) * clean + grown * functional.cross_entropy(-worst, labels)
 
     def places(self, count: int) -> Int64[Tensor, "count 4"]:
