@@ -84,8 +84,8 @@ class IntervalBounds(OwnDefense):
 
         A positive bound on a window proves every patch inside it. An image fails if a single position has no positive
         bound. The most doubtful windows of each image come first, in blocks that double, so the passes of an image are
-        independent of the rest of the batch. A pass carries bounds from the pixels to the margins and costs about two
-        forward passes. `worst` is the deciding window of smallest bound, with the other class; if the image fails, that
+        independent of the rest of the batch. A pass carries the bounds of one window from the pixels to the margins.
+        `worst` is the deciding window of smallest bound, with the other class; if the image fails, that
         window is a single position.
         """
         require_images(images, self.threat.image_size)

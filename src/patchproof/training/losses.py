@@ -145,14 +145,14 @@ class BagCertHinge:
 
 @dataclass(frozen=True)
 class IntervalLoss:
-    """IBP's loss: cross-entropy of the worst logits that a patch at `positions` random locations can reach.
+    """IBP's loss: cross-entropy of the worst logits that a patch at one of `positions` random locations can reach.
 
     The logits are interval bounds (Chiang et al. 2020). Training starts plain, for the share `plain` of the steps. Then
     the interval inside the patch and the weight of the bounds grow linearly, to [0, 1] and 1 at the share `warm`.
     """
 
     threat: PatchThreat
-    positions: int = 4
+    positions: int = 20
     plain: float = 0.1
     warm: float = 0.6
 
