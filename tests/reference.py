@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet, PatchThreat, Rect
 from patchproof.masking import Measured
@@ -262,3 +262,26 @@ class CurvedMasking(Curved):
     def masked(self, images, keep):
         require_filled(self, images.detach(), keep)
         return self(images / keep.float().mean(dim=(1, 2, 3), keepdim=True))
+
+
+def interval_margins(classifier: Any, lower: Tensor, upper: Tensor, label: int) -> Tensor:
+    """Lower bounds of logit_y − logit_c over all images between `lower` and `upper`, layer by layer on whole maps."""
+
+    def between(layer: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(layer, nn.Conv2d | nn.Linear):  # monotone in each value
+            both = torch.stack([layer(lower), layer(upper)])
+            return both.amin(dim=0), both.amax(dim=0)
+        call, bias = torch.func.functional_call, torch.zeros(len(layer.weight)).to(lower)
+        positive, negative = {"weight": layer.weight.clamp(min=0)}, {"weight": layer.weight.clamp(max=0), "bias": bias}
+        ends = (lower, upper), (upper, lower)
+        low, high = (call(layer, positive, (near,)) + call(layer, negative, (far,)) for near, far in ends)
+        return low, high
+
+    mean, std = (values.to(lower.dtype).view(-1, 1, 1) for values in (classifier.mean, classifier.std))
+    lower, upper = (lower - mean) / std, (upper - mean) / std
+    layers = [part for part in classifier.module.modules() if not isinstance(part, nn.Sequential)]
+    for layer in layers[:-1]:
+        lower, upper = between(layer, lower, upper)
+    difference = layers[-1].weight[label] - layers[-1].weight
+    bias = layers[-1].bias[label] - layers[-1].bias
+    return lower @ difference.clamp(min=0).T + upper @ difference.clamp(max=0).T + bias

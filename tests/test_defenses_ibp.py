@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import patchproof as pp
+import reference
 from patchproof.defenses import IntervalBounds, assess
 from patchproof.geometry import all_places, inside
-from patchproof.models import ImageClassifier, load_classifier, margin_bounds
+from patchproof.models import ImageClassifier, load_classifier
 from patchproof.models._classifier import seeded
 from patchproof.types import CheckError, InputError
 
@@ -95,14 +96,14 @@ def test_every_position_of_every_size_is_bounded_and_windows_change_no_verdict(g
     """Compare with plain loops over every position, for several batch sizes."""
     classifier, images = network(), torch.rand(12, 2, *SIZE, generator=generator)
     images = (images + 2 * torch.rand(12, 2, 1, 1, generator=generator)) / 3
-    labels = classifier(images).argmax(dim=1)
+    labels, exact = classifier(images).argmax(dim=1), network().double()
 
     def bounds(row: int, places: list[tuple[int, int, int, int]]) -> list[float]:
         lower, upper = images[row].double().repeat(2, len(places), 1, 1, 1)
         for number, (top, left, height, width) in enumerate(places):
             lower[number, :, top : top + height, left : left + width] = 0
             upper[number, :, top : top + height, left : left + width] = 1
-        found = margin_bounds(classifier, lower, upper, labels[row].expand(len(places))).detach()
+        found = reference.interval_margins(exact, lower, upper, int(labels[row])).detach()
         return [min(b for c, b in enumerate(each) if c != int(labels[row])) for each in found.tolist()]
 
     places = [

@@ -350,13 +350,8 @@ def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hosti
         """A user's defence, made of another one, with the members that hand over τ."""
 
         def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.__dict__["inner"], name)
-
-        def with_engine(self, engine):
-            return Outside(self.inner.with_engine(engine))
+            vars(self).update((name, getattr(inner, name)) for name in dir(inner) if not name.startswith("_"))
+            self.with_engine = lambda engine: Outside(inner.with_engine(engine))
 
     answers = pp.predict(Outside(defense), [white, black])
     assert ([answer.label for answer in answers], answers.misjudged) == ([3, 3], 1)

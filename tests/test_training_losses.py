@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import patchproof as pp
 from patchproof.data import ArraySource, iterate_batches
-from patchproof.geometry import all_places, inside
+from patchproof.geometry import all_places
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
 from patchproof.models._classifier import seeded
 from patchproof.models._networks import AblatedResNet, BagNet
@@ -130,15 +130,14 @@ def test_the_interval_loss_grows_from_plain_training_to_the_bounds_of_patches():
     plain = torch.nn.functional.cross_entropy(classifier(images), labels)
     assert loss(classifier, images, labels, 0.1) == plain
     with seeded(4):
-        places = loss.places(images)
-        drawn = IntervalLoss(THREAT, positions=2000).places(images)
-    every = inside(all_places(THREAT), THREAT.image_size)
-    assert {place.numpy().tobytes() for place in drawn.flatten(0, 1)} == {place.numpy().tobytes() for place in every}
+        places = loss.places(15)
+        drawn = IntervalLoss(THREAT).places(10000)
+    assert set(map(tuple, drawn.tolist())) == set(map(tuple, all_places(THREAT).tolist()))
     with seeded(4):
         found = loss(classifier, images, labels, 0.7)
+    every = torch.arange(5)
     bounds = [
-        margin_bounds(classifier, images * ~place, torch.where(place, 1.0, images), labels, rounding=False)
-        for place in places
+        margin_bounds(classifier, images, labels, every, each, rounding=False) for each in places.split(len(images))
     ]
     expected = torch.nn.functional.cross_entropy(-torch.stack(bounds).amin(dim=0), labels)
     torch.testing.assert_close(found, expected)
@@ -160,9 +159,8 @@ seen: list[float] = []
 def certified(classifier: ImageClassifier) -> bool:
     """By interval bounds, for a patch in the middle of every image."""
     images = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24)).images / 255
-    labels, (lower, upper) = torch.arange(24) % 2, (images.clone(), images.clone())
-    lower[..., 6:9, 6:9], upper[..., 6:9, 6:9] = 0, 1
-    bounds = margin_bounds(classifier, lower, upper, labels)
+    every, labels = torch.arange(24), torch.arange(24) % 2
+    bounds = margin_bounds(classifier, images, labels, every, torch.tensor((6, 6, 3, 3)).expand(24, 4))
     return bool((bounds.gather(1, 1 - labels[:, None]) > 0).all())
 
 

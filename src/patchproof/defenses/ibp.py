@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from patchproof.defenses._base import Certificates, OwnDefense, device_of, require_labels
 from patchproof.defenses._table import BLOCK
-from patchproof.geometry import PatchThreat, inside
+from patchproof.geometry import PatchThreat
 from patchproof.masking import Engine, evaluating, explained, label_range, require_classes, require_images
 from patchproof.models import margin_bounds, passable_layers
 from patchproof.types import InputError
@@ -84,8 +84,8 @@ class IntervalBounds(OwnDefense):
 
         A positive bound on a window proves every patch inside it. An image fails if a single position has no positive
         bound. The most doubtful windows of each image come first, in blocks that double, so the passes of an image are
-        independent of the rest of the batch. A pass carries bounds from the pixels to the margins and costs about two
-        forward passes. `worst` is the deciding window of smallest bound, with the other class; if the image fails, that
+        independent of the rest of the batch. A pass carries the bounds of one window from the pixels to the margins.
+        `worst` is the deciding window of smallest bound, with the other class; if the image fails, that
         window is a single position.
         """
         require_images(images, self.threat.image_size)
@@ -106,7 +106,7 @@ class IntervalBounds(OwnDefense):
             now = torch.arange(len(image), device=device) - torch.searchsorted(image, image) < block
             rows, tried, windows = image[now], parts[now], windows_of(parts[now])
             chunks = zip(rows.split(at_once), windows.split(at_once), strict=True)
-            found = [self._bounds(images[some], labels[some], window) for some, window in chunks]
+            found = [self._bounds(images, labels, some, window) for some, window in chunks]
             least, other = (torch.cat(values) for values in zip(*found, strict=True))
             touched, passes = rows.unique_consecutive(return_counts=True)
             forwards[touched] += passes
@@ -151,17 +151,18 @@ class IntervalBounds(OwnDefense):
         return torch.cat([central_first(singles)[:BLOCK], central_first(squares)])
 
     def _bounds(
-        self, images: Tensor, labels: Tensor, windows: Int64[Tensor, "b 4"]
-    ) -> tuple[Float[Tensor, " b"], Int64[Tensor, " b"]]:
-        """The smallest lower bound of logit_y − logit_c over c ≠ y for any pixels in the window, and that class c.
+        self, images: Tensor, labels: Tensor, rows: Int64[Tensor, " n"], windows: Int64[Tensor, "n 4"]
+    ) -> tuple[Float[Tensor, " n"], Int64[Tensor, " n"]]:
+        """The smallest lower bound of logit_y − logit_c over c ≠ y for any pixels in a window of each row, and that c.
 
         A bound that is NaN becomes −∞, which proves nothing.
         """
-        patch, exact = inside(windows, self.threat.image_size), images.double()
-        lower, upper = torch.where(patch, 0.0, exact), torch.where(patch, 1.0, exact)
+        these, owner = rows.unique(return_inverse=True)
+        labels = labels[rows]
         with evaluating(self.classifier):
-            bounds = margin_bounds(self.classifier, lower, upper, labels).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        least, other = bounds.scatter(1, labels[:, None], torch.inf).min(dim=1)
+            bounds = margin_bounds(self.classifier, images[these].double(), labels, owner, windows)
+        bounds = bounds.nan_to_num(-torch.inf, torch.inf, -torch.inf).scatter(1, labels[:, None], torch.inf)
+        least, other = bounds.min(dim=1)
         return least, other
 
     def _logits(self, images: Tensor) -> Float[Tensor, "b classes"]:

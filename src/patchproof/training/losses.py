@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchproof.geometry import PatchThreat, Windows, inside, receptive_windows
+from patchproof.geometry import PatchThreat, Windows, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
 from patchproof.types import InputError
@@ -144,14 +145,14 @@ class BagCertHinge:
 
 @dataclass(frozen=True)
 class IntervalLoss:
-    """IBP's loss: cross-entropy of the worst logits that a patch at `positions` random locations can reach.
+    """IBP's loss: cross-entropy of the worst logits that a patch at one of `positions` random locations can reach.
 
     The logits are interval bounds (Chiang et al. 2020). Training starts plain, for the share `plain` of the steps. Then
     the interval inside the patch and the weight of the bounds grow linearly, to [0, 1] and 1 at the share `warm`.
     """
 
     threat: PatchThreat
-    positions: int = 4
+    positions: int = 20
     plain: float = 0.1
     warm: float = 0.6
 
@@ -167,22 +168,23 @@ class IntervalLoss:
         clean = functional.cross_entropy(classifier(images).float(), labels) if grown < 1 else images.new_zeros(())
         if not grown:
             return clean
-        patches = self.places(images)
-        lower = torch.where(patches, (1 - grown) * images, images)
-        upper = torch.where(patches, images + grown * (1 - images), images)
-        repeated = labels.repeat(self.positions)
-        bounds = margin_bounds(classifier, lower.flatten(0, 1), upper.flatten(0, 1), repeated, rounding=False)
-        worst = bounds.float().unflatten(0, (self.positions, -1)).amin(dim=0)
+        owner = torch.arange(len(images), device=images.device).repeat(self.positions)
+        windows = self.places(self.positions * len(images)).to(images.device)
+        bound = partial(margin_bounds, classifier, images, share=grown, rounding=False)
+        with torch.no_grad():  # only the windows of the smallest bounds have a gradient
+            bounds = bound(labels[owner], owner, windows).unflatten(0, (self.positions, -1))
+        smallest = bounds.argmin(dim=0) * len(images) + owner[: len(images), None]
+        some, place = smallest.unique(return_inverse=True)
+        worst = bound(labels[owner[some]], owner[some], windows[some]).float().gather(0, place)
         return (1 - grown) * clean + grown * functional.cross_entropy(-worst, labels)
 
-    def places(self, images: Float[Tensor, "b c h w"]) -> Bool[Tensor, "positions b 1 h w"]:
-        """Draw patches of random sizes of the threat at random locations; True inside the patch."""
-        shape, sizes = (self.positions, len(images)), torch.tensor(self.threat.patch_sizes)
-        size = sizes[torch.randint(len(sizes), shape)]
+    def places(self, count: int) -> Int64[Tensor, "count 4"]:
+        """Draw patches of random sizes of the threat at random locations."""
+        sizes = torch.tensor(self.threat.patch_sizes)
+        size = sizes[torch.randint(len(sizes), (count,))]
         room = torch.tensor(self.threat.image_size) - size + 1
-        first = (torch.stack([torch.rand(shape), torch.rand(shape)], dim=2) * room).long()
-        places = torch.cat([first, size], dim=2).to(images.device)
-        return inside(places.flatten(0, 1), self.threat.image_size).unflatten(0, shape)
+        first = (torch.rand(count, 2) * room).long()
+        return torch.cat([first, size], dim=1)
 
 
 LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
