@@ -21,7 +21,7 @@ from patchproof.models._classifier import seeded
 from patchproof.models._networks import AblatedResNet, BagNet
 from patchproof.training import STRATEGIES, masking_strategy
 from patchproof.training.augment import flip_and_shift
-from patchproof.training.losses import BagCertHinge, IntervalLoss, step_scores
+from patchproof.training.losses import BagCertLoss, IntervalLoss, step_scores
 from patchproof.types import CheckError, InputError, Preprocessing
 
 THREAT = pp.PatchThreat((16, 16), ((3, 3), (2, 5)))
@@ -96,7 +96,7 @@ def slow_margins(scores: Tensor, label: int, field: tuple[int, int, int]) -> lis
 
 
 @pytest.mark.parametrize("blocks", [[(8, 3, 1), (8, 1, 1)], [(8, 3, 2), (8, 1, 1)]])
-def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(blocks, generator):
+def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate_and_later_a_ramp(blocks, generator):
     with seeded(3):
         network = BagNet(3, blocks=blocks).eval()
     classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(10, 10))
@@ -115,11 +115,16 @@ def test_the_bagcert_loss_is_a_smooth_hinge_on_the_margins_of_the_certificate(bl
     margins = [slow_margins(scores[i].detach(), int(labels[i]), network.receptive_field) for i in range(2)]
     threat = pp.PatchThreat((10, 10), THREAT.patch_sizes)
     for sharpness in (8.0, 1e5):
-        loss = BagCertHinge.of(classifier, threat, target=0.3, sharpness=sharpness)(classifier, images, labels, 0.5)
+        loss = BagCertLoss.of(classifier, threat, target=0.3, sharpness=sharpness)(classifier, images, labels, 0.3)
         smooth = [torch.tensor([0.0, *(0.3 - m for m in every)]).mul(sharpness).logsumexp(0) for every in margins]
         assert loss.item() == pytest.approx(sum(map(float, smooth)) / 2 / sharpness, abs=1e-5)
     assert loss.item() == pytest.approx(sum(max(0, 0.3 - min(every)) for every in margins) / 2, abs=1e-4), "the hinge"
-    loss.backward()
+    smallest = torch.tensor([min(every) for every in margins])
+    ramp = (0.4 / (1 + (smallest / 0.1 - 1).exp())).mean().item()
+    for progress, share in ((0.4, 0.0), (0.55, 0.4), (0.7, 0.8), (1.0, 0.8)):
+        late = BagCertLoss.of(classifier, threat, target=0.3, sharpness=1e5)(classifier, images, labels, progress)
+        assert late.item() == pytest.approx((1 - share) * loss.item() + share * ramp, abs=1e-4)
+    late.backward()
     assert network.stem[0].weight.grad.abs().sum() > 0
 
 

@@ -90,7 +90,7 @@ SMOOTHING = {"model": "resnet18_ablated", **VIEWS, **SGD}
 VIT = {"model": "vit_patch4_32", "drop_tokens": True, **VIEWS, **ADAMW}
 MASKED = {"model": "resnet18_32", **SGD}
 TUNED = {**MASKED, "epochs": 6, "warmup_epochs": 0.5, "learning_rate": 0.05}
-BAGNET = {"model": "bagnet5", "validate_with": "bagcert"}
+BAGNET = {"model": "bagnet5_wide", "validate_with": "bagcert"}
 BAGCERT = {**BAGNET, "loss": "bagcert", "warmup_epochs": 0.5, **ADAMW, "learning_rate": 0.004}
 IBP = {
     "model": "cnn_ibp",

@@ -213,6 +213,7 @@ NETWORKS: Mapping[str, Network] = {
         f"bagnet{field}": Network(partial(BagNet, blocks=[(96, 3, 1)] * ((field - 3) // 2) + [(256, 1, 1)] * 4))
         for field in (5, 7, 9, 11, 13, 17)
     },
+    "bagnet5_wide": Network(partial(BagNet, blocks=[(192, 3, 1)] + [(512, 1, 1)] * 4)),
     **{
         f"bagnet{field}_224": Network(
             partial(BagNet, blocks=large_blocks(field)), (224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

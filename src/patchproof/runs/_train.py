@@ -313,7 +313,7 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
     done = int(read_json(state)["step"]) if state.exists() else 0
     per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
     reason = None
-    if done and plan.loss not in ("cross-entropy", "bagcert"):
+    if done and plan.loss != "cross-entropy":
         reason = "a loss that knows its progress"
     if any(plan.rate(step / per_epoch) != shorter.rate(step / per_epoch) for step in range(done)):
         reason = f"the schedule `{plan.schedule}`"

@@ -106,7 +106,7 @@ class Trainer:
             teacher,
             teacher_weight=plan.teacher_weight,
             smoothing=plan.label_smoothing,
-            # The loss `ibp` changes with the progress, so it would be compiled again in every step.
+            # The loss `ibp` draws another number of windows in every step, so it would be compiled again.
             compiled=plan.compile and plan.loss == "bagcert",
         )
         self.generator = torch.Generator()

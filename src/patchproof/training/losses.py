@@ -56,7 +56,9 @@ class StepLoss(nn.Module):
             return masked_loss(self.masked, images, labels, keep, teacher=self.teacher, **self.options)
         self.largest = max(self.largest, len(images))
         loss: Any = self.of_whole_batch if len(images) == self.largest else self.loss
-        mean = loss(self.classifier, images, labels, progress)
+        # Compilation would take a number for a constant and begin anew in every step.
+        done: Any = progress if loss is self.loss else torch.full((), progress, device=images.device)
+        mean = loss(self.classifier, images, labels, done)
         return mean, mean.detach().expand(keep.shape[:2])
 
 
@@ -97,21 +99,33 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 @dataclass(frozen=True)
-class BagCertHinge:
+class BagCertLoss:
     """BagCert's loss: a smooth max(0, target − m_c) over the classes c ≠ y, log(1 + Σ_c exp(s·(target − m_c))) / s.
 
     m_c = min over p of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, as a share of the cells, is the margin of `bagcert`'s certificate
     against c (Metzen & Yatsura 2021). With the sharpness s → ∞ it becomes the hinge on the worst class, from which a
     network learns far more slowly, because only one class per image gets a gradient (docs/decisions/0011-evidence.md).
+
+    A hinge grows with every missing vote, so images that cannot be certified have the largest share of it. Late in the
+    training a ramp that levels off, 4w·sigmoid(1 − m/w) with the smooth minimum m of m_c, counts for `ramp`, so that
+    the network attends to images near their certificate.
     """
 
     windows: Windows
     """The cells A(p) that each patch p touches."""
     target: float = 0.45
     sharpness: float = 10.0
+    ramp: float = 0.8
+    """Weight of the ramp at the end."""
+    width: float = 0.1
+    """Width w of the ramp."""
+    begin: float = 0.4
+    """Share of the steps after which the ramp's weight begins to grow."""
+    full: float = 0.7
+    """Share of the steps after which its weight is complete."""
 
     @classmethod
-    def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertHinge:
+    def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertLoss:
         """Build the loss with its windows, which a compiled loss would otherwise compute in every step."""
         if not hasattr(classifier, "local_logits"):
             raise InputError(
@@ -124,13 +138,17 @@ class BagCertHinge:
         return cls(receptive_windows(threat, (rows, columns), field, blank.device), **options)
 
     def __call__(
-        self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float
+        self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float | Tensor
     ) -> Float[Tensor, ""]:
         scores = step_scores(classifier.local_logits(images).float())
         with torch.autocast(images.device.type, enabled=False):  # sums of steps are exact in float32
-            missing = self.target - self.margins(scores, labels)
-            none = missing.new_zeros(len(missing), 1)
-            return (self.sharpness * torch.cat([none, missing], dim=1)).logsumexp(dim=1).mean() / self.sharpness
+            margins = self.margins(scores, labels)
+            missing = functional.pad(self.target - margins, (1, 0))
+            hinge = (self.sharpness * missing).logsumexp(dim=1) / self.sharpness
+            smallest = -(-3 * self.sharpness * margins).logsumexp(dim=1) / (3 * self.sharpness)
+            ramp = 4 * self.width * (1 - smallest / self.width).sigmoid()
+            late = (torch.as_tensor(progress, device=images.device) - self.begin) / (self.full - self.begin)
+            return hinge.lerp(ramp, self.ramp * late.clamp(0, 1)).mean()
 
     def margins(
         self, scores: Float[Tensor, "b classes rows columns"], labels: Int64[Tensor, " b"]
@@ -189,7 +207,7 @@ class IntervalLoss:
 
 LOSSES: Mapping[str, Callable[[ImageClassifier, PatchThreat], Loss | None]] = {
     "cross-entropy": lambda classifier, threat: None,
-    "bagcert": BagCertHinge.of,
+    "bagcert": BagCertLoss.of,
     "ibp": IntervalLoss.of,
 }
 """Constructors of losses by name, for a classifier and the patch of the training masks; None: that of masked copies."""
