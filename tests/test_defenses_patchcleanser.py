@@ -274,6 +274,22 @@ def test_tau_is_measured_before_anything_is_certified():
     assert sure.certify(images, labels).certified.all(), "what has been measured before is not measured again"
 
 
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_a_pair_of_masks_that_leads_by_less_than_tau_certifies_nothing(exhaustive):
+    """Every single mask leaves a clear lead: it is the share of the pixels that are visible."""
+
+    def classifier(images):
+        visible = (images == 1).float().mean(dim=(1, 2, 3))
+        return torch.stack([visible, torch.zeros(len(images))], dim=1)
+
+    smallest = min(int((a & b).sum()) for a in MASKS.keep() for b in MASKS.keep()) / 36
+    assert smallest + 0.1 < int(MASKS.keep().sum(dim=(1, 2, 3)).min()) / 36
+    for tau, certified in ((smallest - 0.01, True), (smallest + 0.01, False)):
+        engine = measured(tau_fp32=tau)
+        defense = pp.PatchCleanser(classifier, MASKS, THREAT, engine=engine, exhaustive=exhaustive)
+        assert defense.certify(torch.ones(1, 1, 6, 6), torch.tensor([0])).certified.tolist() == [certified]
+
+
 def test_tau_is_measured_again_once_the_weights_have_changed(generator):
     network = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()
     defense, taus = pp.PatchCleanser(network, MASKS, THREAT), []

@@ -412,6 +412,14 @@ def test_votes_that_rounding_could_change_do_not_count():
         assert found.evidence["votes.label"].tolist() == [7]
 
 
+@pytest.mark.parametrize("name", ["derandomized-smoothing", "patchguard-smoothing"])
+def test_votes_at_a_threshold_are_cast_by_the_network_as_it_is_in_float32(name):
+    classifier = Scripted(torch.zeros(SIZE[1], CLASSES), torch.zeros(1, SIZE[1], CLASSES))
+    defense = pp.defense(name, classifier, THREAT, engine=pp.Engine(precision="auto", compile=True))
+    assert defense.engine == defense.evaluator.engine == pp.Engine()
+    assert (defense.describe()["precision"], defense.describe()["compile"]) == ("fp32", False)
+
+
 def test_smoothed_vit_counts_repeated_passes_and_ignores_infinite_margins():
     """In bf16 the votes of three views are decided again; a view with an infinite logit casts no sure vote."""
     clean = torch.tensor([[8.0, 0.0, 0.0]] * 6 + [[0.5, 0.0, 0.0]] * 3)

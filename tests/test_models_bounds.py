@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import patchproof as pp
 import reference
 from patchproof.geometry import all_places, inside
 from patchproof.models import ImageClassifier, load_classifier, margin_bounds
+from patchproof.models._bounds import Interval, Reached
 from patchproof.models._classifier import seeded
 from patchproof.types import InputError
 
@@ -112,6 +114,49 @@ def test_bounds_where_a_window_reaches_are_those_of_whole_maps(layers, generator
     slopes = torch.autograd.grad(found.square().sum(), weights)
     for slope, wanted in zip(slopes, torch.autograd.grad(expected.square().sum(), weights), strict=True):
         torch.testing.assert_close(slope, wanted)
+
+
+def gamma(terms: int) -> float:
+    """A sum of so many products of float64 numbers is off by at most this share of Σ|w·x| (Higham 2002, §3.1)."""
+    unit = torch.finfo(torch.float64).eps / 2
+    return terms * unit / (1 - terms * unit)
+
+
+@pytest.mark.parametrize(
+    ("layer", "terms", "local"),
+    [
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), 18, True),
+        (nn.Conv2d(4, 6, 3, padding="same"), 36, False),
+        (nn.AvgPool2d(2), 4, False),
+        (nn.BatchNorm2d(4), 3, True),
+        (nn.ReLU(), 1, True),
+    ],
+)
+def test_a_layer_widens_its_intervals_by_more_than_twice_its_rounding_error(layer, terms, local, generator):
+    """On the cells that a patch reaches, and on the others. Only what is local is bounded cell by cell."""
+    layer, absolute = layer.double().eval(), copy.deepcopy(layer).double().eval()
+    for weight in absolute.parameters():
+        weight.data.abs_()
+    clean = torch.rand(2, 2, 4, 13, 17, generator=generator, dtype=torch.float64)
+    part = torch.rand(2, 3, 4, 2, 3, generator=generator, dtype=torch.float64)
+    corner = torch.tensor([(0, 0), (5, 7), (11, 14)])
+    x = Reached(Interval(*clean), Interval(*part), torch.tensor([0, 1, 1]), corner)
+    passed = [x.passed(layer, rounding=rounding) for rounding in (True, False)]
+    assert [isinstance(each, Reached) for each in passed] == [local] * 2
+    found, exact = (each.whole() if isinstance(each, Reached) else each for each in passed)
+    largest = absolute(x.whole().middle + x.whole().radius)
+    assert (found.radius - exact.radius > 2 * gamma(terms) * largest).all()
+
+
+def test_the_last_layer_widens_margins_by_more_than_twice_its_rounding_error(generator):
+    classifier = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).double()
+    images, number = torch.rand(1, 3, 8, 8, generator=generator, dtype=torch.float64), torch.tensor([0])
+    found, exact = (
+        margin_bounds(classifier, images, number, number, WINDOWS[-1:], rounding=rounding)[0]
+        for rounding in (True, False)
+    )
+    largest = classifier[1].weight.abs().sum(dim=1) + classifier[1].bias.abs()  # pixels are up to 1
+    assert (exact - found > 2 * gamma(192) * (largest + largest[0])).all()
 
 
 def test_the_bound_of_one_linear_layer_is_attained():

@@ -82,6 +82,19 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
+def test_every_step_draws_numbers_of_its_own_from_the_seed():
+    drawn: list[float] = []
+
+    def strategy(classifier, images, labels, *, indices=None, epoch=0):
+        drawn.append(float(torch.rand(())))
+        return torch.ones(1, len(images), 1, 28, 28, dtype=torch.bool)
+
+    for seed in (0, 0, 1):
+        list(trainer(dataclasses.replace(PLAN, strategy=strategy, seed=seed)).run())
+    assert drawn[:8] == drawn[8:16]
+    assert len(set(drawn)) == 16
+
+
 def test_the_shipped_weights_are_the_running_average_mixed_with_the_first_ones():
     run = trainer(dataclasses.replace(PLAN, ema=0.3, start_share=0.25))
     start = {name: value.clone() for name, value in run.classifier.state_dict().items()}

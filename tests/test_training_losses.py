@@ -138,17 +138,22 @@ def test_the_interval_loss_grows_from_plain_training_to_the_bounds_of_patches():
         places = loss.places(15)
         drawn = IntervalLoss(THREAT).places(10000)
     assert set(map(tuple, drawn.tolist())) == set(map(tuple, all_places(THREAT).tolist()))
-    with seeded(4):
-        found = loss(classifier, images, labels, 0.7)
-    every = torch.arange(5)
-    bounds = [
-        margin_bounds(classifier, images, labels, every, each, rounding=False) for each in places.split(len(images))
-    ]
-    expected = torch.nn.functional.cross_entropy(-torch.stack(bounds).amin(dim=0), labels)
-    torch.testing.assert_close(found, expected)
-    with seeded(4):
-        between = loss(classifier, images, labels, 0.35)
-    assert plain < between < expected
+    weights, losses = list(classifier.parameters()), [plain]
+    for progress, grown in ((0.35, 0.5), (0.7, 1.0)):
+        with seeded(4):
+            found = loss(classifier, images, labels, progress)
+        bounds = [
+            margin_bounds(classifier, images, labels, torch.arange(5), each, share=grown, rounding=False)
+            for each in places.split(len(images))
+        ]
+        worst = torch.nn.functional.cross_entropy(-torch.stack(bounds).amin(dim=0), labels)
+        expected = (1 - grown) * torch.nn.functional.cross_entropy(classifier(images), labels) + grown * worst
+        torch.testing.assert_close(found, expected)
+        slopes = zip(*(torch.autograd.grad(value, weights) for value in (found, expected)), strict=True)
+        for slope, wanted in slopes:
+            torch.testing.assert_close(slope, wanted, rtol=1e-4, atol=1e-4)
+        losses.append(found)
+    assert losses == sorted(losses)
 
 
 def hinge(classifier, images, labels, progress):

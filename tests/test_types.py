@@ -81,6 +81,8 @@ WRONG = {
     "strategy(engine=3)": "engine must be a pp.Engine or None, not 3",
     "strategy(masks=(masks,))": "masks must be (a pp.MaskSet, a pp.MaskSet) or None, not (MaskSet(",
     "strategy(tries=2)": "tries must be (a whole number, a whole number, a whole number, a whole number), not 2",
+    "strategy('column4', views='2')": "views must be a whole number, not '2'",
+    "strategy('row4', ablation='rows')": "ablation must be one of column, row, block, not 'rows'",
     "strategy(refresh=1.5)": "refresh must be a whole number, not 1.5",
     "pp.open_dataset(3)": "dataset must be text or a path, not 3",
     "pp.open_dataset('mine', split=3)": "split must be text or None, not 3",
