@@ -11,7 +11,19 @@ from patchproof.report import Cell, Column, Table
 from patchproof.runs import ATTACK_ACCURACIES, Rate
 from patchproof.training import STRATEGIES
 
-ORDER = [*STRATEGIES, "greedy-averaged", "children", "children-half", "memory32", "share", "pair", "three", "student"]
+ORDER = [
+    *STRATEGIES,
+    "greedy-head",
+    "greedy-averaged",
+    "children",
+    "children-half",
+    "memory8",
+    "memory32",
+    "share",
+    "pair",
+    "three",
+    "student",
+]
 TITLES = {
     "imagenette": "ImageNette",
     "imagenette-one-epoch": "ImageNette, one epoch",

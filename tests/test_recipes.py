@@ -65,7 +65,8 @@ def test_every_family_of_defences_has_a_recipe_that_can_be_trained_and_certified
     epochs = {name: recipe.training["epochs"] for name, recipe in FIELD_RECIPES.items()}
     for recipe in FIELD_RECIPES.values():
         total = epochs[recipe.name] + (epochs[recipe.start] if recipe.start else 0)
-        assert total == 40 or not recipe.expectations, "every network of the field has the same number of epochs"
+        longer = {"bagcert": 120, "ibp": 70}.get(str(recipe.training.get("loss")), 40)
+        assert total == longer or not recipe.expectations
     cells = {name: [e.certified for e in recipe.expectations] for name, recipe in FIELD_RECIPES.items()}
     assert cells["cifar10-32px-derandomized-smoothing"] == [68.9, 56.2]
     assert cells["cifar10-32px-bagcert"] == [72.9, 60.0]

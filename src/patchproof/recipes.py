@@ -185,6 +185,7 @@ OWN_RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _own("imagenette-lite0-memory", LITE0, "3%"),
+        _own("imagenette-lite0-memory8", {**LITE0, "memory_refresh": 0, "epochs": 8}, "3%"),
         _own("fashion-small-plain", {**SMALL, **BEGUN}),
         *(
             _own(f"fashion-small-{training['strategy']}", {**SMALL, **training}, "5px", start="fashion-small-plain")
