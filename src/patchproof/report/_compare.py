@@ -154,7 +154,8 @@ def against_baseline(base: StoredCertification, comparisons: Sequence[Comparison
         found = [one.certified, *few.values()]
     title = f"Certified, against the baseline, n = {numbers(c.certified.n for c in comparisons)}"
     picture = dot_picture("paired", title, names, {"": found}, "percentage points\n(right of 0: better)")
-    shown = every.excerpt(every.rows[: max(SHOWN_ROWS, len(comparisons))], "that come first").concise()
+    certified = [row for row in every.rows if row[1] == "certified" or not several]
+    shown = every.excerpt(certified, "about certified accuracy").concise([] if several else ["p, Holm"])
     return [
         Section("paired", heading, (), [picture], [shown]),
         Section("paired-classes", "By class, on the same images", tables=[smallest.concise()], shown=bool(counted)),
