@@ -95,33 +95,38 @@ def one_certification(one: TracedRun, *, dataset: str | None, data_dir: Path | N
     ]
 
 
-def made_with(one: TracedRun) -> Section:
-    """Everything that another person needs to make the run again."""
+def facts(one: TracedRun) -> dict[str, Cell]:
+    """What a run is about, and everything else that another person needs to make it again."""
     run, manifest = one.run, one.run.manifest
-    plan = manifest["identity"].get("attack")
-    facts = {
+    found = {
+        "strategy": one.strategy,
         "data set": run.dataset,
         "split": manifest["data"].get("split") or "not named",
-        "images": f"{run.planned:,} of {run.available:,}",
         "architecture": run.architecture,
-        "weights": run.weights or "not named",
-        "sha256 of the weights": run.weights_sha256 or "not known",
-        "trained on the masks of": one.strategy or "no training run is known",
-        "network input": "unknown" if run.image_size is None else f"{size_words(run.image_size)} pixels",
-        "patch": run.patch_words,
         "defence": run.defense,
-        "guarantee": meanings(run)["certified"].removesuffix(", provably"),
+        "guarantee": run.guarantee,
         "masks": run.masks_words,
+        "patch": run.patch_words,
+        "weights": run.weights,
+        "sha256 of the weights": run.weights_sha256,
+        "network input": run.image_size and f"{size_words(run.image_size)} pixels",
         "smallest margin that counts (τ)": "not measured" if run.tau is None else f"{run.tau:.3g} logits (float32)",
-        **({"attack": ", ".join(f"{name} {value}" for name, value in plan.items())} if isinstance(plan, dict) else {}),
         "precision": run.precision,
         "device": run.device,
-        "date": manifest.get("date") or "not recorded",
-        "commit": manifest.get("commit") or "not recorded",
-        "patchproof": (manifest.get("versions") or {}).get("patchproof") or "not recorded",
+        "date": manifest.get("date"),
+        "commit": manifest.get("commit"),
+        "patchproof": (manifest.get("versions") or {}).get("patchproof"),
         "folder": run.folder,
     }
-    rows = [{"what": what, "value": printable(str(value))} for what, value in facts.items()]
+    return {name: None if value is None else printable(str(value)) for name, value in found.items()}
+
+
+def made_with(one: TracedRun) -> Section:
+    plan = one.run.manifest["identity"].get("attack")
+    found = facts(one) | {"images": f"{one.run.planned:,} of {one.run.available:,}"}
+    if isinstance(plan, dict):
+        found["attack"] = printable(", ".join(f"{name} {value}" for name, value in plan.items()))
+    rows = [{"what": what, "value": value} for what, value in found.items()]
     return Section("settings", "Made with", tables=[Table.of("settings", "Made with", rows)])
 
 
@@ -193,10 +198,8 @@ def margins_of(run: StoredCertification) -> Section:
         rows.append(row)
     about = [MARGIN, TWO_MASK_MARGIN] if run.defense == "patchcleanser" else [MARGIN]
     every = [margin for values in known.values() for margin in values]
-    unknown = (
-        [f"{n - len(every):,} images have no margin, because it is not a finite number."] if len(every) < n else []
-    )
-    table = Table.of("margins", "Margins", rows, unknown)
+    notes = [f"{n - len(every):,} images have no finite margin."] if len(every) < n else []
+    table = Table.of("margins", "Margins", rows, notes, digits=3)
     if not every:
         return Section("margins", "Margins", about, tables=[table])
     # The outermost bins hold what lies beyond them, so that outliers do not squeeze the rest.
@@ -215,19 +218,19 @@ def margins_of(run: StoredCertification) -> Section:
 def cost_of(run: StoredCertification) -> Section:
     """Forward passes per image, and time."""
     passes = [record.forwards for record in run.good]
-    facts = {
+    found = {
         "passes, all images": f"{sum(passes):,}",
         "passes per image, mean": f"{sum(passes) / len(passes):,.1f}",
         "median": f"{np.median(passes):,.0f}",
         "from, to": f"{min(passes):,.0f} to {max(passes):,.0f}",
     }
     if run.defense == "patchcleanser" and run.masks is not None:
-        facts["different masked copies per image"] = f"{len(run.masks.unions):,}"
+        found["different masked copies per image"] = f"{len(run.masks.unions):,}"
     if run.seconds:
         each = run.seconds / len(passes)
-        facts["time"] = f"{run.seconds:,.1f} s"
-        facts |= {"images per second": f"{1 / each:,.1f}"} if each < 1 else {"time per image": f"{each:,.1f} s"}
-    table = Table.of("cost", "Cost", [{"what": what, "how much": value} for what, value in facts.items()])
+        found["time"] = f"{run.seconds:,.1f} s"
+        found |= {"images per second": f"{1 / each:,.1f}"} if each < 1 else {"time per image": f"{each:,.1f} s"}
+    table = Table.of("cost", "Cost", [{"what": what, "how much": value} for what, value in found.items()])
     return Section("cost", "Cost", tables=[table])
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patchproof.report._certification import attacked
+from patchproof.report._certification import attacked, facts
 from patchproof.report._counts import FEW_PER_CLASS, MOST_CLASSES, Comparison, Paired, TracedRun, holm, rate_note
 from patchproof.report._figures import Picture, dot_picture, line_picture, numbers
 from patchproof.report._tables import SHOWN_ROWS, Cell, Column, Section, Table, percent
 from patchproof.runs import ACCURACIES, Rate, StoredCertification
 from patchproof.training import STRATEGIES
-from patchproof.types import printable, shortened, shortened_name
+from patchproof.types import shortened, shortened_name
+
+COMPARED = {"strategy", "data set", "split", "architecture", "defence", "guarantee", "masks", "patch"}
+"""Facts of runs that stand on the page; the files of the table have all."""
 
 NO_NAME = "† The training strategy is not known; the name is the folder of the first run with these weights."
 CONTEXT = (
@@ -33,46 +36,26 @@ def side_by_side(
     pictures = comparison_pictures(traced)
     # The table of strategies has the accuracies of all runs; without strategies it would only be the runs again.
     strategies = any(one.paper for one in traced) or all(one.strategy is not None for one in traced)
-    elsewhere = [
-        "folder",
-        "date",
-        "commit",
-        "sha256 of the weights",
-        *(["defended", "certified"] if strategies else []),
-    ]
+    elsewhere = facts(traced[0]).keys() - COMPARED | ({"defended", "certified"} if strategies else set())
     return [
         Section("comparison", "Strategies", tables=[paper_table(traced)], shown=strategies),
         *(against_baseline(base, comparisons) if comparisons else []),
         Section("figures", "What changes certified accuracy", (), pictures, shown=bool(pictures)),
         *attacked([one.run for one in traced]),
-        Section("runs", "The runs", tables=[runs_table(traced).concise(elsewhere if strategies else elsewhere[:4])]),
+        Section("runs", "The runs", tables=[runs_table(traced).concise(elsewhere)]),
     ]
 
 
 def runs_table(traced: Sequence[TracedRun]) -> Table:
     """One row per run, with everything in which it may differ from the others."""
-    rows: list[dict[str, Cell]] = [
-        {
-            "run": run.name,
-            "folder": printable(str(run.folder)),
-            "strategy": one.strategy,
-            "data set": run.dataset,
-            "split": printable(str(run.manifest["data"].get("split") or "not named")),
-            "architecture": run.architecture,
-            "defence": run.defense,
-            "guarantee": run.guarantee,
-            "masks": run.masks_words,
-            "patch": run.patch_words,
-            "images": one.certified.n,
-            **{name: run.rates.get(name) for name in ACCURACIES},
-            "passes per image": sum(r.forwards for r in run.good) / len(run.good) if run.good else None,
-            "seconds": run.seconds,
-            **{made: (said := run.manifest.get(made)) and printable(str(said)) for made in ("date", "commit")},
-            "sha256 of the weights": run.weights_sha256,
-        }
-        for one in traced
-        for run in [one.run]
-    ]
+    rows = list[dict[str, Cell]]()
+    for one in traced:
+        passes = [record.forwards for record in one.run.good]
+        row: dict[str, Cell] = {"run": one.run.name, **facts(one), "images": one.certified.n}
+        row |= {name: one.run.rates.get(name) for name in ACCURACIES}
+        rows.append(
+            row | {"passes per image": sum(passes) / len(passes) if passes else None, "seconds": one.run.seconds}
+        )
     return Table.of("runs", "The runs", rows, [rate_note(one.run for one in traced)])
 
 
