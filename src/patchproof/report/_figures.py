@@ -66,7 +66,6 @@ class Picture:
     """A figure with its file name `key` and the words `alt` for readers who cannot see it; rendered when first used."""
 
     key: str
-    title: str
     alt: str
     figure: Figure
 
@@ -112,7 +111,7 @@ def drawing(key: str, title: str, alt: str, *, height: float = 3.1) -> Iterator[
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
-        yield Picture(key, title, alt, figure), axes
+        yield Picture(key, alt, figure), axes
         lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), 52)  # `n = 400` stays on one line
         figure.suptitle(lines.replace("\u00a0", " "), x=0.02, ha="left")
         handles, labels = axes.get_legend_handles_labels()

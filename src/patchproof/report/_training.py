@@ -137,7 +137,7 @@ def worst_masks(named: Sequence[tuple[str, StoredTraining]]) -> list[Section]:
         figure.suptitle(f"{title}: answer, and loss in nats", fontsize=9.5)
     alt = f"{title}, with the network's answer and its loss below each."
     words = [WORST, f"Left out: {', '.join(left_out)}; {LEFT_OUT}"] if left_out else [WORST]
-    return [Section("worst-masks", "What each strategy hides", words, [Picture("worst-masks", title, alt, figure)])]
+    return [Section("worst-masks", "What each strategy hides", words, [Picture("worst-masks", alt, figure)])]
 
 
 def masked_copies(name: str, run: StoredTraining, source: ImageSource) -> list[Strip]:
