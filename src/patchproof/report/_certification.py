@@ -26,7 +26,7 @@ from patchproof.report._counts import (
 from patchproof.report._figures import COLOURS, INK, Picture, dot_picture, drawing, numbers
 from patchproof.report._gallery import Cards, attacked_gallery, make_gallery
 from patchproof.report._tables import SHOWN_ROWS, Cell, Section, Table
-from patchproof.runs import ATTACK_ACCURACIES, Record, StoredCertification, find_images
+from patchproof.runs import ATTACK_ACCURACIES, StoredCertification, find_images, rates
 from patchproof.types import printable, shortened, shortened_name
 
 WITNESS = (
@@ -132,10 +132,11 @@ def made_with(one: TracedRun) -> Section:
 
 def classes_of(run: StoredCertification) -> list[Section]:
     """The accuracies of each class, and from the lowest certified accuracy up, why images have no certificate."""
-    found, rows = by_class(run), list[dict[str, Cell]]()
-    for label, rates in found.items():
-        row: dict[str, Cell] = {"class": run.class_name(label), "images": rates["certified"].n}
-        rows.append(row | {name: rates[name] for name in reversed(run.rates)})
+    found = {label: rates(records) for label, records in by_class(run).items()}
+    rows: list[dict[str, Cell]] = [
+        {"class": run.class_name(k), "images": r["certified"].n, **{name: r[name] for name in reversed(run.rates)}}
+        for k, r in found.items()
+    ]
     table, labels = Table.of("classes", "Accuracies by class", rows, [rate_note([run])]), list(found)
     rising = sorted(found, key=lambda label: found[label]["certified"].rate)
     if len(found) > MOST_CLASSES:
@@ -164,10 +165,9 @@ def classes_of(run: StoredCertification) -> list[Section]:
 
 def failures_table(run: StoredCertification, labels: Sequence[int]) -> Table:
     """One row per class with images that have no certificate."""
-    rows, notes, failures = list[dict[str, Cell]](), list[str](), dict[int, list[Record]]()
-    for record in outcomes(run)["not certified"]:
-        failures.setdefault(record.label, []).append(record)
-    for label, failed in ((label, failures[label]) for label in labels if label in failures):
+    rows, notes, records = list[dict[str, Cell]](), list[str](), by_class(run)
+    for label in labels:
+        failed = [record for record in records[label] if not record.certified]
         row: dict[str, Cell] = {"class": run.class_name(label), "not certified": len(failed)}
         if "undefended" in run.rates:
             row["undefended wrong"] = sum(record.undefended is False for record in failed)
@@ -176,7 +176,7 @@ def failures_table(run: StoredCertification, labels: Sequence[int]) -> Table:
             answers = Counter(run.class_name(a) for r in failed if (a := witness(run, r)[1]) not in (None, label))
             row["masks"] = ", ".join(f"{number + 1} ({rate.k:,}×)" for number, rate in shares) or None
             row["answered"] = ", ".join(f"{name} ({k:,}×)" for name, k in answers.most_common(1)) or None
-        rows.append(row)
+        rows += [row] if failed else []
     if "undefended" in run.rates:
         notes.append("Undefended wrong: how many of these images the classifier gets wrong without any mask.")
     if run.masks is not None:
@@ -240,9 +240,9 @@ def attacked(every: Sequence[StoredCertification], cards: Sequence[Cards] = ()) 
     if not runs:
         return []
     rows, notes, found = list[dict[str, Cell]](), [rate_note(runs)], [attacked_rates(run) for run in runs]
-    for run, rates in zip(runs, found, strict=True):
+    for run, known in zip(runs, found, strict=True):
         findings = [record.attack for record in run.attacks if record.attack is not None]
-        row: dict[str, Cell] = {"run": run.name} | {words: rates.get(name) for name, words in ATTACK_NAMES.items()}
+        row: dict[str, Cell] = {"run": run.name} | {words: known.get(name) for name, words in ATTACK_NAMES.items()}
         row["certified but broken"] = sum(record.broken for record in run.attacks)
         row["attacked copies"] = sum(one.passes for one in findings)
         rows.append(row)
@@ -252,7 +252,7 @@ def attacked(every: Sequence[StoredCertification], cards: Sequence[Cards] = ()) 
             notes.append(f"{run.name}: {some}; the others count as clean.")
     if len(rows) == 1:
         rows = [{"what": what, "images": cell} for what, cell in rows[0].items() if what != "run"]
-    series = {words: [rates.get(name) for rates in found] for name, words in ATTACK_NAMES.items()}
+    series = {words: [known.get(name) for known in found] for name, words in ATTACK_NAMES.items()}
     names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in runs]
     title = f"Bounds on robust accuracy, n = {numbers(len(run.attacks) for run in runs)}"
     picture = dot_picture("attacked", title, names, series, "images (%)")

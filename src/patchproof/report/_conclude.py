@@ -27,7 +27,7 @@ from patchproof.report._counts import (
 )
 from patchproof.report._tables import interval_words, percent
 from patchproof.report._training import validated_with
-from patchproof.runs import StoredCertification, StoredTraining, one_class_words
+from patchproof.runs import StoredCertification, StoredTraining, one_class_words, rates
 from patchproof.types import count_words
 
 LEVEL = 0.05
@@ -107,10 +107,10 @@ def unfinished(run: StoredCertification) -> Iterator[Said]:
 
 def bounds(run: StoredCertification) -> Iterator[Said]:
     """The bounds on robust accuracy that an attack shows."""
-    rates = attacked_rates(run)
-    if "attacked" in rates:
-        words = " to ".join(f"{percent(rates[name].rate)} ({name})" for name in ("certified", "attacked"))
-        yield f"{run.name}: robust accuracy is from {words}, n = {rates['attacked'].n:,}; {broken_words(run)}.", ""
+    found = attacked_rates(run)
+    if "attacked" in found:
+        words = " to ".join(f"{percent(found[name].rate)} ({name})" for name in ("certified", "attacked"))
+        yield f"{run.name}: robust accuracy is from {words}, n = {found['attacked'].n:,}; {broken_words(run)}.", ""
 
 
 def about_run(one: TracedRun, others: Sequence[TracedRun] = ()) -> Iterator[Said]:
@@ -160,8 +160,9 @@ def about_run(one: TracedRun, others: Sequence[TracedRun] = ()) -> Iterator[Said
         if 3 * wrong >= len(failed):
             which = f"{wrong:,} of {len(failed):,} images without a certificate"
             yield "", f"Improve the classifier itself: alone it gets {which} wrong."
-    rated = sorted((rates["certified"].rate, label, rates["certified"]) for label, rates in by_class(run).items())
-    weak = [(label, r) for _, label, r in rated if r.n >= FEW and r.interval[1] < rate.rate]
+    rated = [(label, rates(records)["certified"]) for label, records in by_class(run).items()]
+    rated.sort(key=lambda pair: pair[1].rate)
+    weak = [(label, r) for label, r in rated if r.n >= FEW and r.interval[1] < rate.rate]
     if weak:
         named = ", ".join(f"{run.class_name(label)} {percent(r.rate)}" for label, r in weak[:NAMED])
         more = f" and {len(weak) - NAMED} more" if len(weak) > NAMED else ""

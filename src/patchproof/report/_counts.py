@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from patchproof.runs import (
     StoredTraining,
     Tally,
     find_weights,
-    rates,
     read_run,
 )
 from patchproof.types import PatchproofError, Size
@@ -49,6 +50,8 @@ FEW_PER_CLASS = 5
 
 PAPER_INPUT: Size = (224, 224)
 PAPER_NETWORKS = {"resnet": "ResNet", "vit": "ViT", "convnext": "ConvNeXt"}
+
+LABEL = attrgetter("label")
 
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
@@ -136,12 +139,9 @@ def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
     }
 
 
-def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
-    """The accuracies of each label, in the order of the labels."""
-    found: dict[int, list[Record]] = {}
-    for record in run.good:
-        found.setdefault(record.label, []).append(record)
-    return {label: rates(found[label]) for label in sorted(found)}
+def by_class(run: StoredCertification) -> dict[int, list[Record]]:
+    """The records of each label, in the order of the labels."""
+    return {label: list(some) for label, some in groupby(sorted(run.good, key=LABEL), key=LABEL)}
 
 
 def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
@@ -289,10 +289,11 @@ def compare(base: StoredCertification, *runs: StoredCertification) -> list[Compa
         pairs = [(record, others[record.index]) for record in base.good if record.index in others]
         names = [name for name in base.rates if name in run.rates]
         accuracies = {name: count_pairs((a.finding(name), b.finding(name)) for a, b in pairs) for name in names}
-        labels: dict[int, list[tuple[bool | None, bool | None]]] = {}
-        for a, b in pairs:
-            labels.setdefault(a.label, []).append((a.certified, b.certified))
-        found.append(Comparison(run, accuracies, {label: count_pairs(labels[label]) for label in sorted(labels)}))
+        classes = {
+            label: count_pairs((a.certified, others[a.index].certified) for a in some if a.index in others)
+            for label, some in by_class(base).items()
+        }
+        found.append(Comparison(run, accuracies, {label: paired for label, paired in classes.items() if paired.n}))
     for name in base.rates:
         tested = [c for c in found if name in c.accuracies]
         for c, p in zip(tested, holm([c.accuracies[name].p for c in tested]), strict=True):
