@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from evidence_records import Result, paired, pick
 from evidence_tables import ORDER, notes, rate_text, spread
-from matplotlib.axes import Axes
 
-from patchproof.report import Column, Picture, Table, drawing, error_line, percent_axis, series_style
+from patchproof.report import Column, Picture, Table, draw_errors, drawing, percent_axis, series_style
 
 ROUND_PASSES = (10, 30, 100, 300)
 
@@ -93,11 +92,12 @@ def curves(results: list[Result]) -> list[Picture]:
     title, brings = f"ImageNette: certified, n = {n}", "Certified accuracy against masks per axis"
     alt = f"{brings} for cutout and greedy, with 95% intervals."
     with drawing("imagenette-masks", title, alt) as (certified, axes):
-        for number, (strategy, some) in enumerate(lines.items()):
-            at, rates = [float(r.masks) for r in some], [r.certified for r in some]
-            error_line(axes, at, rates, label=strategy, number=number, of=len(lines))
-        percent_axis(axes, (r.certified for r in every))
-        _name_masks(axes, every, "certified at 3% (% of images)")
+        at = sorted({r.masks for r in every})
+        series = {s: [next((r.certified for r in some if r.masks == m), None) for m in at] for s, some in lines.items()}
+        draw_errors(axes, series)
+        percent_axis(axes, series)
+        axes.set_xticks(range(len(at)), [str(masks) for masks in at])
+        axes.set(xlabel="masks per axis", ylabel="certified at 3% (% of images)")
     alt = "Passes per image against masks per axis for cutout and greedy, on a logarithmic scale."
     with drawing("imagenette-cost", "ImageNette: passes with early exit", alt) as (cost, axes):
         for number, (strategy, some) in enumerate(lines.items()):
@@ -105,10 +105,6 @@ def curves(results: list[Result]) -> list[Picture]:
         axes.set_yscale("log")
         axes.set_yticks(ROUND_PASSES, [str(passes) for passes in ROUND_PASSES])
         axes.minorticks_off()
-        _name_masks(axes, every, "passes per image")
+        axes.set(xlabel="masks per axis", ylabel="passes per image")
+        axes.set_xticks(at)
     return [certified, cost]
-
-
-def _name_masks(axes: Axes, results: list[Result], words: str) -> None:
-    axes.set(xlabel="masks per axis", ylabel=words)
-    axes.set_xticks(sorted({r.masks for r in results}))

@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 
 from patchproof.report import Options, build_report
-from patchproof.report._conclude import Conclusion, conclude_one, conclude_several
-from patchproof.report._counts import Paired, attacked_rates, compare, count_pairs, holm, mask_shares, witness
-from patchproof.report._trace import TracedRun
+from patchproof.report._conclude import Conclusion, about_run, about_runs, conclude
+from patchproof.report._counts import (
+    Paired,
+    TracedRun,
+    attacked_rates,
+    compare,
+    count_pairs,
+    holm,
+    mask_shares,
+    witness,
+)
 from patchproof.runs._reading import read_run
 from patchproof.runs._record import Record
 from patchproof.types import InputError
@@ -123,7 +131,7 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
     unclear = build_report([runs[0], runs[2]]).conclusion
     assert any("no clear difference between chance and plain" in text for text in unclear.verdict)
     needed = "images would be needed to show the difference from plain (chance 80%); the data set has 300."
-    assert any(text.startswith("chance: about ") and text.endswith(needed) for text in unclear.steps)
+    assert any(text.startswith("chance: about ") and text.endswith(needed) for text in unclear.next_steps)
     few = build_report([*runs, write_run(tmp_path / "few", manifest(count=300), random_records(14))])
     pages, files = (
         {row[1] for table in tables if table.key == "paired-classes" for row in table.rows}
@@ -134,36 +142,29 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
         build_report(runs[:2], Options(baseline=tmp_path))
 
 
-def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, tmp_path):
-    """And what a compared run has tried is not recommended."""
+def test_what_a_compared_run_has_tried_is_not_recommended(runs, tmp_path):
     worse = [replace(r, defended=bool(r.certified)) for r in random_records(300)]
     poor = write_run(tmp_path / "poor", manifest(count=300), worse)
-    found = build_report([poor, runs[0]]).conclusion
-    assert found.verdict[0] == "No run certifies clearly more images than the baseline poor."
-    assert any(text.startswith("Defended, on clean images: plain is") for text in found.verdict)
-    assert found.steps[0].startswith("Go on with plain: clearly better on clean images")
-    verdict = build_report([poor, runs[0], runs[2]]).conclusion.verdict
-    assert all("(Holm)" in text for text in verdict if text.startswith("Defended, on clean images"))
     first, second = (read_run(folder) for folder in (poor, runs[0]))
     traced = [TracedRun(first, "poor", "greedy"), TracedRun(second, "plain", "cutout")]
-    steps = conclude_several(traced, traced[0], compare(first, second), {}, {}).steps
+    steps = conclude(about_runs(traced, traced[0], compare(first, second), {})).next_steps
     assert any(text.startswith("Train longer") for text in steps)
     assert not any("instead of cutout" in text for text in steps)
     for weights, tried in (("aa", True), ("bb", False)):
         finer = manifest(count=300, per_axis=6, **{"identity.weights_sha256": weights})
         six = write_run(tmp_path / weights, finer, worse)
-        assert any(text.startswith("Try 6×6") for text in build_report([runs[0], six]).conclusion.steps) != tried
+        assert any(text.startswith("Try 6×6") for text in build_report([runs[0], six]).conclusion.next_steps) != tried
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"identity.data_sha256": "ee"}, "it is about other images"),
+        ({"identity.data_sha256": "ee"}, "it is about other images than plain"),
         (detection(), "its certificates are detection"),
-        ({"patch": 2}, "its certificates are about 2×2 px (0.5%), the baseline's about 5×5 px (3.2%)"),
-        ({"side": 64, "patch": 12}, "its certificates are about 12×12 px (3.5%), the baseline's"),
-        ({"identity.defense.patches": 2}, "its certificates are about two patches of 5×5 px (3.2%), the baseline's"),
-        ({"config.threat_space": "native"}, "its certificates are about 5×5 px (3.2%), footprint of 5px native, the"),
+        ({"patch": 2}, "its certificates are about 2×2 px (0.5%), those of plain about 5×5 px (3.2%)"),
+        ({"side": 64, "patch": 12}, "its certificates are about 12×12 px (3.5%), those of plain"),
+        ({"identity.defense.patches": 2}, "its certificates are about two patches of 5×5 px (3.2%), those of plain"),
+        ({"config.threat_space": "native"}, "its certificates are about 5×5 px (3.2%), footprint of 5px native, those"),
     ],
 )
 def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_path, changes, words):
@@ -172,12 +173,14 @@ def test_runs_that_cannot_be_paired_are_not_and_the_reason_is_said(runs, tmp_pat
     other = write_run(tmp_path / "other", manifest(count=300, **changes), best)
     report = build_report([runs[0], other])
     assert "paired" not in {table.key for table in report.tables}
-    assert any(text.startswith(f"other is not compared with plain: {words}") for text in report.conclusion.verdict)
+    assert any(text.startswith(f"other is not compared: {words}") for text in report.conclusion.verdict)
+    assert report.notices[0]["run"] == "other"
+    assert report.notices[0]["text"].startswith(f"mixed: {words}")
     assert not any(text.startswith(("Best", "Go on", "Keep")) for text in report.conclusion.verdict)
-    assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.steps)
-    assert any("against the same patch" in text for text in report.conclusion.steps) == ("detection" not in words)
+    assert not any(text.startswith(("Go on", "Keep")) for text in report.conclusion.next_steps)
+    assert any("against the same patch" in text for text in report.conclusion.next_steps) == ("detection" not in words)
     large = write_run(tmp_path / "large", manifest(count=300, side=56, patch=10), best)
-    assert build_report([runs[0], large]).conclusion.steps[0] == "Go on with large."
+    assert build_report([runs[0], large]).conclusion.next_steps[0] == "Go on with large."
     half = write_run(tmp_path / "half", manifest(count=300), random_records(150))
     (table,) = (table for table in build_report([runs[0], half]).tables if table.key == "paired")
     assert {row[2] for row in table.rows} == {150}
@@ -199,7 +202,7 @@ def failing(count: int) -> list[Record]:
 
 def concluded(folder: Path, records: list[Record], strategy: str | None = None, **changes) -> Conclusion:
     run = read_run(write_run(folder, manifest(count=len(records), **changes), records))
-    return conclude_one(TracedRun(run, run.name, strategy))
+    return conclude(about_run(TracedRun(run, run.name, strategy)), [run])
 
 
 def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
@@ -210,7 +213,7 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
     assert "30 images have no certificate; the classifier alone gets 0 of them wrong." in said
     assert "Clearly below the average of 66.7%: eel 0.0%." in said
     assert "mask 5 (row 2 of 3, column 2 of 3) 100.0%" in said
-    steps = "\n".join(found.steps)
+    steps = "\n".join(found.next_steps)
     assert "images for an interval of ±5 points (the data set has 5,000)." in steps
     assert "Try 6×6 masks: each hides 8×8 pixels instead of 12×12, for " in steps
     assert "Train with the masking strategy greedy instead of cutout" in steps
@@ -223,26 +226,21 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
 
 def test_advice_that_does_not_apply_is_not_given(tmp_path):
     strong = concluded(tmp_path / "strong", failing(3000), "greedy", per_axis=6)
-    assert not [text for text in (*strong.verdict, *strong.steps) if "is small" in text or "Try " in text]
-    assert any(text.startswith("Train longer") for text in strong.steps)
+    assert not [text for text in (*strong.verdict, *strong.next_steps) if "is small" in text or "Try " in text]
+    assert any(text.startswith("Train longer") for text in strong.next_steps)
     wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(300)]
-    steps = concluded(tmp_path / "wrong", wrong, "greedy").steps
+    steps = concluded(tmp_path / "wrong", wrong, "greedy").next_steps
     assert any("alone it gets 100 of 100 images without a certificate wrong" in text for text in steps)
-    assert not any("always answers" in text for text in strong.verdict)
-    single = [replace(r, certified=r.label == 1) for r in failing(60)]
-    assert any("All certified images are of class" in text for text in concluded(tmp_path / "single", single).verdict)
-    none = [replace(r, certified=False) for r in failing(60)]
-    few = "an interval of ±5 points takes about 342, and the data set has 60."
-    assert f"Collect more images: {few}" in concluded(tmp_path / "few", failing(60)).steps
-    assert concluded(tmp_path / "none", none).verdict[0] == "No image of 60 is certified (95% interval 0.0–6.0%)."
+    few = "Collect and certify about 342 images for an interval of ±5 points (the data set has 60)."
+    assert few in concluded(tmp_path / "few", failing(60)).next_steps
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
-    assert unfinished.steps[0] == "Resume the run: 50 of 90 images are left."
+    assert unfinished.next_steps[0] == "Resume half: 50 of 90 images are left."
 
 
 def test_an_attack_ends_in_both_bounds_and_a_broken_certificate_in_a_warning(tmp_path):
     records = attacked_records(60)
     content = manifest(count=60, command="attack")
-    assert "Robust accuracy is between" in "".join(
+    assert "a: robust accuracy is from 35.0% (certified) to " in "".join(
         build_report([write_run(tmp_path / "a", content, records)]).conclusion.verdict
     )
     victim = next(i for i, record in enumerate(records) if record.certified)
@@ -257,21 +255,17 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
     report = build_report([attack, runs[0]])
     assert report.title == "1 certification and 1 attack side by side"
     assert "paired" not in {table.key for table in report.tables}
-    said, steps = "\n".join(report.conclusion.verdict), "\n".join(report.conclusion.steps)
-    assert "attack and plain have the same weights and defence, so there is nothing to choose between." in said
+    said, steps = "\n".join(report.conclusion.verdict), "\n".join(report.conclusion.next_steps)
     low, high = (attacked_rates(read_run(attack))[name].rate for name in ("certified", "attacked"))
-    words = f"from {low:.1%} (certified) to {high:.1%} (attacked), n = 300; no certificate was broken by a patch."
-    assert said.count(f"attack: robust accuracy is between the two bounds: {words}") == 1
+    words = f"from {low:.1%} (certified) to {high:.1%} (attacked), n = 300; 0 certificates were broken by a patch."
+    assert said.count(f"attack: robust accuracy is {words}") == 1
     assert "of 300 images are certified" in said
     assert "Keep" not in steps
     assert "Attack the defence" not in steps
-    banded = manifest(count=300, command="attack", **{"identity.defense.band": 8})
-    other = build_report([write_run(tmp_path / "banded", banded, attacked_records(300)), runs[0]])
-    assert "nothing to choose between" not in "".join(other.conclusion.verdict), "options make another defence"
-    two = build_report(
-        [attack, write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))]
-    )
-    assert "".join(two.conclusion.verdict).count("obust accuracy is between") == 2
+    with pytest.raises(InputError, match="baseline must be one of the certifications"):
+        build_report([attack, runs[0]], Options(baseline=attack))
+    again = write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))
+    assert "".join(build_report([attack, again]).conclusion.verdict).count("obust accuracy is from") == 2
     other = manifest(count=300, **{"identity.weights_sha256": "bb"})
     rival = build_report([write_run(tmp_path / "other", other, random_records(300, seed=1)), runs[0], attack])
     (table,) = (table for table in rival.tables if table.key == "paired")
@@ -282,30 +276,19 @@ def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
     one = [replace(r, undefended=r.label == 0, defended=r.label == 0, certified=r.label == 0) for r in failing(24)]
     found = concluded(tmp_path / "one", one)
     assert found.verdict[0].startswith("The network answers one class nearly always, cat: it is right on 8 of 8 images")
-    assert [step.split(" until")[0] for step in found.steps] == ["Train the classifier"]
+    assert [step.split(" until")[0] for step in found.next_steps] == ["Train the classifier"]
     several = build_report([write_run(tmp_path / "a", manifest(count=24), failing(24)), tmp_path / "one"])
     assert several.conclusion.verdict[0].startswith("one: the network answers one class nearly always")
     assert [notice["run"] for notice in several.notices if "answers one class" in notice["text"]] == ["one"]
     none = write_run(tmp_path / "none", manifest(count=24), [replace(r, certified=False) for r in failing(24)])
     chosen = build_report([none, tmp_path / "one"]).conclusion
     assert "No run that tells the classes apart certifies clearly more images than the baseline none." in chosen.verdict
-    assert "Keep none: no other is clearly better." in chosen.steps
-    assert not any(text.startswith("Train the classifier") for text in chosen.steps)
+    assert "Keep none: no other certifies clearly more." in chosen.next_steps
+    assert not any(text.startswith("Train the classifier") for text in chosen.next_steps)
     for conclusion in (chosen, build_report([tmp_path / "one", none]).conclusion):
-        assert not any("with one" in text or "Keep one" in text for text in conclusion.steps)
+        assert not any("with one" in text or "Keep one" in text for text in conclusion.next_steps)
     for name, records in {"mixed": failing(24), "few": one[:9]}.items():
         assert "one class" not in "".join(concluded(tmp_path / name, records).verdict)
-
-
-def test_where_interval_and_test_disagree_the_verdict_says_so(runs, tmp_path):
-    """Five images gained and none lost: the interval excludes 0, and the exact test has p = 1/16."""
-    first = sorted(lines_of(runs[0]).values(), key=lambda line: line["certified"])[:5]
-    gained = {line["index"] for line in first if not line["certified"]}
-    more = [replace(r, certified=r.certified or r.index in gained) for r in random_records(300)]
-    report = build_report([runs[0], write_run(tmp_path / "more", manifest(count=300), more)])
-    (verdict,) = (text for text in report.conclusion.verdict if "p\u00a0=\u00a00.062" in text)
-    assert "Interval and test disagree" in verdict
-    assert "disagree" not in "".join(build_report(runs[:2]).conclusion.verdict)
 
 
 def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
@@ -315,7 +298,7 @@ def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
         content = manifest(count=60, **changes)
         del content["masks"]
         run = read_run(write_run(tmp_path / name, content, records))
-        steps = conclude_one(TracedRun(run, run.name, None)).steps
+        steps = conclude(about_run(TracedRun(run, run.name)), [run]).next_steps
         assert any("the recipe cifar10-32px-derandomized-smoothing" in text for text in steps) == said
         assert not any(text.startswith(("Train with", "Look at")) for text in steps), "masks are not its matter"
 
@@ -323,7 +306,7 @@ def test_a_defence_that_needs_another_kind_of_network_says_so(tmp_path):
 def test_of_a_native_patch_the_guarantee_names_what_was_asked_for_not_its_footprint(tmp_path):
     content = manifest(count=9, **{"config.threat_space": "native", "config.patch": "2px"})
     run = read_run(write_run(tmp_path / "n", content, failing(9)))
-    first = conclude_one(TracedRun(run, run.name, None)).excludes[0]
+    first = conclude(about_run(TracedRun(run, run.name)), [run]).excluded[0]
     assert first.startswith(
         "Patches of any shape that do not fit into 2×2 pixels (on the original image, before resizing)"
     )
@@ -332,7 +315,7 @@ def test_of_a_native_patch_the_guarantee_names_what_was_asked_for_not_its_footpr
 def test_trainings_end_in_a_verdict_too(tmp_path):
     found = build_report([write_training(tmp_path / "t")]).conclusion
     assert "epoch 2 of 2 is the best, 40.0% certified" in found.verdict[0]
-    assert found.steps[0] == "Train t for more epochs: the last one is the best."
+    assert found.next_steps[0] == "Train t for more epochs: the last one is the best."
 
 
 def test_two_patches_are_said_counted_by_rectangle_and_recommended_masks_that_can_be_paid(tmp_path):
@@ -346,25 +329,25 @@ def test_two_patches_are_said_counted_by_rectangle_and_recommended_masks_that_ca
     report = build_report([folder])
     page = report.html()
     assert "against two patches of 5×5 px (3.2%) anywhere on the image" in page
-    found = conclude_one(TracedRun(run, run.name, None))
-    assert found.excludes[0].endswith("and three patches at once.")
-    (more,) = [step for step in found.steps if "Try" in step]
+    found = conclude(about_run(TracedRun(run, run.name)), [run])
+    assert found.excluded[0].endswith("and three patches at once.")
+    (more,) = [step for step in found.next_steps if "Try" in step]
     assert "Try 4×4 masks" in more
     assert "2,516 different masked copies per image instead of 255" in more
     proved = replace(records[0], certified=True, defended=True)
-    certified = conclude_one(TracedRun(replace(run, records=(proved,)), run.name, None))
+    certified = conclude(about_run(TracedRun(replace(run, records=(proved,)), run.name)))
     assert "certified: the right label under any two patches of 5×5 px (3.2%)." in certified.verdict[0]
 
 
 def test_what_the_guarantee_excludes_depends_on_the_threat(tmp_path):
-    assert concluded(tmp_path / "a", failing(9)).excludes[0] == (
+    assert concluded(tmp_path / "a", failing(9)).excluded[0] == (
         "Patches of any shape that do not fit into 5×5 pixels (at the network's input, after resizing), and two "
         "patches at once."
     )
-    native = concluded(tmp_path / "b", failing(9), **{"config.threat_space": "native"}).excludes
+    native = concluded(tmp_path / "b", failing(9), **{"config.threat_space": "native"}).excluded
     assert "on the original image, before resizing" in native[0]
     assert not [text for text in native if "alarms" in text]
-    assert [text for text in concluded(tmp_path / "c", failing(9), **detection()).excludes if "alarms" in text]
+    assert [text for text in concluded(tmp_path / "c", failing(9), **detection()).excluded if "alarms" in text]
 
 
 # Looks
@@ -379,10 +362,9 @@ def test_nothing_green_no_zero_speed_and_no_curve_of_single_images(tmp_path):
     assert 'class="tile certified"' in page
     assert 'class="tile defended some"' in page
     cost = next(table for table in report.tables if table.key == "cost")
-    assert dict(cost.rows)["time per image"] == "40 s"
+    assert dict(cost.rows)["time per image"] == "40.0 s"
     assert "images per second" not in dict(cost.rows)
     assert not {"classes", "failures"} & {section.key for section in report.sections}
-    assert any("90 images of 90 classes are too few" in text for text in report.conclusion.verdict)
 
 
 def test_a_run_says_the_split_date_commit_and_weights_it_was_made_with(tmp_path):
@@ -394,4 +376,4 @@ def test_a_run_says_the_split_date_commit_and_weights_it_was_made_with(tmp_path)
     assert (found["sha256 of the weights"], found["images"]) == ("abc123", "9 of 9")
     old = write_run(tmp_path / "old", manifest(count=9), failing(9))
     (table,) = (table for table in build_report([old]).tables if table.key == "settings")
-    assert dict(table.rows)["date"] == "not recorded"
+    assert dict(table.rows)["date"] is None

@@ -20,12 +20,12 @@ import patchproof as pp
 from patchproof.data import open_dataset
 from patchproof.models import load_checkpoint, load_classifier, sealed
 from patchproof.recipes import recipes
-from patchproof.report import Options, Report, build_report, worst_masks
-from patchproof.report._compare import comparison_pictures, mixed_notices, paper_table, runs_table
+from patchproof.report import Options, Report, build_report
+from patchproof.report._compare import comparison_pictures, paper_table, runs_table
+from patchproof.report._counts import TracedRun, trace
 from patchproof.report._gallery import make_gallery
 from patchproof.report._tables import csv_text
-from patchproof.report._trace import TracedRun, trace
-from patchproof.report._training import COLUMNS, SHADE
+from patchproof.report._training import COLUMNS, SHADE, worst_masks
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
 from patchproof.types import shortened_name
@@ -195,20 +195,20 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
 
 
 def lineages(runs, trainings) -> list[tuple]:
-    return [(one.label, one.strategy, one.passes, one.doubt) for one in trace(runs, trainings)]
+    return [(one.label, one.strategy, one.passes) for one in trace(runs, trainings)]
 
 
 def test_a_run_is_traced_to_the_training_that_made_its_weights(real, tmp_path):
     runs = [read_run(real / "cutout" / "certify-2"), read_run(real / "greedy" / "alarm")]
-    assert lineages(runs, []) == [("cutout", "cutout", 0, None), ("greedy", "greedy", 25, None)]
+    assert lineages(runs, []) == [("cutout", "cutout", 0), ("greedy", "greedy", 25)]
     shutil.copytree(real, tmp_path / "moved")
     lost = replace(runs[1], folder=tmp_path / "elsewhere" / "r", weights="/gone/checkpoint-last")
     unknown = trace([lost, replace(lost, name="again")], [])
     assert [(one.strategy, one.label) for one in unknown] == [(None, "alarm †"), (None, "alarm †")]  # the same weights
     beside = replace(lost, folder=tmp_path / "moved" / "greedy" / "alarm")
-    assert lineages([beside], []) == [("greedy", "greedy", 25, None)]
+    assert lineages([beside], []) == [("greedy", "greedy", 25)]
     _, trained = read_runs([tmp_path / "moved" / "cutout", tmp_path / "moved" / "greedy"])
-    assert lineages([lost], trained) == [("greedy", "greedy", 25, None)]
+    assert lineages([lost], trained) == [("greedy", "greedy", 25)]
 
 
 def test_the_search_for_a_training_lists_no_parent_of_the_run(tmp_path, monkeypatch):
@@ -219,25 +219,22 @@ def test_the_search_for_a_training_lists_no_parent_of_the_run(tmp_path, monkeypa
     assert trace([read_run(run)], [])[0].strategy is None
 
 
-def test_weights_that_changed_since_are_doubted_and_never_another_strategys(real, tmp_path):
+def test_only_the_same_weights_are_called_by_a_strategy(real, tmp_path):
+    """A checkpoint at the place that the run names may be of a later training."""
     shutil.copytree(real, tmp_path / "t")
     run, checkpoint = read_run(tmp_path / "t" / "cutout" / "certify-2"), tmp_path / "t" / "cutout" / "checkpoint-last"
     shutil.rmtree(tmp_path / "t" / "cutout" / "checkpoint-best")
     (checkpoint / "model.safetensors").unlink()
     named = replace(run, weights=str(checkpoint))
-    assert lineages([named], []) == [("cutout", "cutout", 0, None)]  # results.json knows what they were
+    assert lineages([named], []) == [("cutout", "cutout", 0)]  # results.json knows what they were
     (tmp_path / "t" / "cutout" / "results.json").unlink()
-    others = [read_run(tmp_path / "t" / "greedy")]
-    (found,) = trace([named], others)
-    assert found.strategy == "cutout"
-    assert "but the weights there are gone or not those of the run" in found.doubt
+    assert lineages([named], [read_run(tmp_path / "t" / "greedy")]) == [("certify-2 †", None, None)]
+    shutil.copy(real / "cutout" / "results.json", tmp_path / "t" / "cutout")
     path = tmp_path / "t" / "cutout" / "manifest.json"
     path.write_text(path.read_text().replace("cutout", "rand"))  # its checksum is now another
-    (found,) = trace([named], others)
-    assert (found.strategy, found.label) == (None, "certify-2 †")
-    assert "no training is known for its weights" in found.doubt
+    assert lineages([named], [])[0][1] is None
     path.write_text(json.dumps(sealed({})))
-    assert trace([named], others)[0].strategy is None
+    assert lineages([named], [])[0][1] is None
 
 
 # The paper
@@ -259,19 +256,19 @@ def test_the_papers_cell_is_found_for_every_patch_and_mask_set(tmp_path, name):
     for e in recipe.expectations:
         training = recipe.training
         ours = run_of(tmp_path, training["model"], training["dataset"], patch=side[e.patch], per_axis=e.masks)
-        assert TracedRun(ours, ours.name, training["strategy"]).paper == [(None, e)]
+        assert TracedRun(ours, ours.name, training["strategy"]).paper == {"": e}
 
 
 def test_another_architecture_or_size_is_context_and_says_which(tmp_path):
     def numbers(*arguments, **changes) -> list[tuple]:
         run = TracedRun(run_of(tmp_path, *arguments, **changes), "run", "greedy")
-        return [(context, cell.certified) for context, cell in run.paper]
+        return [(context, cell.certified) for context, cell in run.paper.items()]
 
-    assert numbers("resnet18", "imagenette") == [("ResNet", 93.7)]
-    assert numbers("tf_efficientnet_lite0", "imagenette2-160") == [("ResNet", 93.7), ("ViT", 95.5), ("ConvNeXt", 95.4)]
-    assert numbers("vit_base_patch16_224", "imagenette", side=160, patch=28)[0][0] == "224×224"
+    every = [("ResNet", 93.7), ("ViT", 95.5), ("ConvNeXt", 95.4)]
+    assert numbers("resnet18", "imagenette") == numbers("tf_efficientnet_lite0", "imagenette2-160") == every
+    assert numbers("vit_base_patch16_224", "imagenette", side=160, patch=28) == every
     # pixels of the low-resolution sets are those of 224
-    assert numbers("vit_base_patch16_224.augreg", "cifar10", patch=35, per_axis=6) == [(None, 92.0)]
+    assert numbers("vit_base_patch16_224.augreg", "cifar10", patch=35, per_axis=6) == [("", 92.0)]
     assert numbers("vit_base_patch16_224", "cifar10", patch=34) == []
     assert numbers("vit_base_patch16_224", "cifar10", side=112, patch=35) == []
 
@@ -291,7 +288,7 @@ def test_another_architecture_or_size_is_context_and_says_which(tmp_path):
 def test_what_the_paper_did_not_measure_has_no_number(tmp_path, strategy, changes):
     known, other = ({"dataset": "imagenette"} | more for more in ({}, changes))
     assert len(TracedRun(run_of(tmp_path, "resnetv2_50x1_bit", **known), "run", "greedy").paper) == 1
-    assert TracedRun(run_of(tmp_path, "resnetv2_50x1_bit", **other), "run", strategy).paper == []
+    assert TracedRun(run_of(tmp_path, "resnetv2_50x1_bit", **other), "run", strategy).paper == {}
 
 
 # Several runs
@@ -316,10 +313,10 @@ def test_the_papers_layout_has_a_row_per_strategy_and_columns_per_setting(tmp_pa
         "strategy",
         *["defended", "defended, paper", "certified", "certified, paper"] * 2,
     ]
-    assert table.rows[1][1:5] == (runs[0].run.rates["defended"], "99.2%", runs[0].certified, "93.7%")
-    assert table.rows[1][5:9] == (runs[2].run.rates["defended"], "99.4%", runs[2].certified, "95.6%")
-    assert table.rows[0][5:] == table.rows[2][1:5] == (None, None, None, None)
-    assert table.rows[3][5:] == (runs[4].run.rates["defended"], None, runs[4].certified, None)
+    assert tuple(table.rows[1][1:5]) == (runs[0].run.rates["defended"], "99.2%", runs[0].certified, "93.7%")
+    assert tuple(table.rows[1][5:9]) == (runs[2].run.rates["defended"], "99.4%", runs[2].certified, "95.6%")
+    assert table.rows[0][5:] == table.rows[2][1:5] == [None, None, None, None]
+    assert tuple(table.rows[3][5:]) == (runs[4].run.rates["defended"], None, runs[4].certified, None)
     assert any(note.startswith("† The training strategy is not known") for note in table.notes)
     assert csv_text(table).count("\n") == 5
     (row,) = paper_table([traced(tmp_path, "greedy", side=224, patch=39, **{"data.name": "imagenette"})]).rows
@@ -354,17 +351,11 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
     complete = runs_table(runs)
     shown = complete.concise()
     left_out = [column.name for column in complete.columns if column not in shown.columns]
-    assert left_out == [
-        "data set",
-        "split",
-        "architecture",
-        "defence",
-        "guarantee",
-        "masks",
-        "patch",
-    ]  # not the number of images
-    assert all(str(complete.rows[0][i]) in shown.notes[0] for i, _ in enumerate(left_out, start=3))
-    assert ", guarantee recovery, 3×3 masks, patch 5×5 px (3.2%)." in shown.notes[0]
+    same = ["data set", "split", "architecture", "defence", "guarantee", "masks", "patch"]
+    assert left_out[: len(same)] == same
+    assert "images" not in left_out
+    assert all(str(complete.rows[0][i]) in shown.notes[0] for i, _ in enumerate(same, start=3))
+    assert ", guarantee recovery, 3×3 masks, patch 5×5 px (3.2%), " in shown.notes[0]
     report = build_report([one.run.folder for one in runs])
     assert [t.columns for t in report.tables if t.key == "runs"] == [complete.columns]
 
@@ -377,34 +368,14 @@ def test_a_few_images_of_many_classes_have_no_table_by_class_and_no_footnote_abo
     assert "†" not in report.html()
     assert "no training is known" not in report.html()
     (table,) = (t for s in report.sections for t in s.tables if t.key == "runs")
-    assert ([row[0] for row in table.rows], table.columns[1].name) == (["r-best", "r-last"], "undefended")
-
-
-def test_runs_about_other_images_are_said_to_be_mixed(tmp_path):
-    one, same = traced(tmp_path, "greedy"), traced(tmp_path, "cutout", seed=1)
-    assert mixed_notices([one, same]) == []
-    fewer = traced(tmp_path, "rand", count=20)
-    assert mixed_notices([one, fewer]) == ["mixed: the runs cover different images of the same data set (n = 20, 40)"]
-    others = traced(tmp_path, "rand", **{"identity.data_sha256": "ee", "data.name": "plants"})
-    assert mixed_notices([one, others]) == [
-        "mixed: the runs are not about the same images (pets, plants; other data, split or limit), so their rates are "
-        "not comparable"
-    ]
-    native, small = traced(tmp_path, "rand", **{"config.threat_space": "native"}), traced(tmp_path, "rand", patch=2)
-    assert mixed_notices([one, native, small]) == [
-        "mixed: the runs are about different patches, so their certificates claim different things: 5×5 px (3.2%); "
-        "5×5 px (3.2%), footprint of 5px native; 2×2 px (0.5%)"
-    ]
-    report = build_report([one.run.folder, others.run.folder])
-    assert report.notices[0]["text"].startswith("mixed: the runs are not about the same images")
+    assert ([row[0] for row in table.rows], table.columns[1].name) == (["r-best", "r-last"], "images")
 
 
 def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
     runs = [traced(tmp_path, "greedy"), traced(tmp_path, "greedy", **detection())]
     report = build_report([str(one.run.folder) for one in runs])  # text as good as a path
-    assert report.notices[0]["text"] == (
-        "mixed: certified detection and certified recovery are different claims and not comparable"
-    )
+    said = {"run": "run1", "text": "mixed: its certificates are detection, those of run0 recovery"}
+    assert report.notices[0] == said
     assert report.write(str(tmp_path / "page")).is_file()
     for wrong in ([], str(tmp_path)):
         with pytest.raises(pp.InputError, match=r"folders must be a list of at least one run folder, .*, not "):
@@ -419,17 +390,17 @@ def test_detection_is_never_put_beside_recovery_without_a_word(tmp_path):
 
 
 def test_each_strategy_hides_pixels_from_its_own_network(real):
-    classifiers = {s: (s, load_checkpoint(real / s / "checkpoint-last").eval()) for s in ("cutout", "greedy")}
-    source, classifier = open_dataset("fashion-mini"), classifiers["greedy"][1]
-    picture = worst_masks(classifiers, source, seed=0)
+    trained = [(name, read_run(real / name)) for name in ("cutout", "greedy")]
+    source, classifier = open_dataset("fashion-mini"), load_checkpoint(real / "greedy" / "checkpoint-last").eval()
+    ((picture,),) = (section.pictures for section in worst_masks(trained))
     for words in ("cutout", "greedy 1", "greedy 2", "Ankle boot"):
         assert words in picture.svg
     drawn = [np.asarray(axes.images[0].get_array()) for axes in picture.figure.axes]
     images = torch.from_numpy(np.stack(drawn[:COLUMNS])).permute(0, 3, 1, 2) / 255
     labels = torch.tensor([source.class_names.index(axes.get_xlabel()) for axes in picture.figure.axes[:COLUMNS]])
     keep = pp.masking_strategy("greedy", image_size=(28, 28), generator=torch.Generator())(classifier, images, labels)
-    slow = worst_masks({"slow": ("grid6x6", classifier)}, source, seed=0)  # hundreds of passes
-    assert len(slow.figure.axes) == COLUMNS
+    slow = replace(trained[1][1], strategy="grid6x6")  # hundreds of passes
+    assert worst_masks([("slow", slow)]) == []
     shade, drawn = np.round(255 * np.array(SHADE)), drawn[-2 * COLUMNS :]
     for shown, visible in zip(drawn, keep.flatten(0, 1), strict=True):
         assert ((shown == shade).all(axis=2) == ~visible[0].numpy()).all()
@@ -461,7 +432,7 @@ def test_a_training_that_cannot_be_drawn_is_named(real, tmp_path):
 
 def test_several_real_runs_show_table_curves_and_masks(reports):
     (settings,) = [table for table in reports["one"].tables if table.key == "settings"]
-    assert "trained on the masks of,greedy\n" in csv_text(settings).replace("\r", "")
+    assert "strategy,greedy\n" in csv_text(settings).replace("\r", "")
     page = reports["several"].html()
     for words in (
         "Strategies",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,13 +11,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from patchproof.report._certification import meanings, one_certification
-from patchproof.report._compare import mixed_notices, side_by_side
-from patchproof.report._conclude import Conclusion, conclude_one, conclude_several, conclude_training
-from patchproof.report._counts import compare, rivals, why_not_paired
+from patchproof.report._compare import side_by_side
+from patchproof.report._conclude import Conclusion, about_run, about_runs, about_trainings, conclude
+from patchproof.report._counts import compare, trace, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import SMALL
 from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
-from patchproof.report._trace import TracedRun, trace
 from patchproof.report._training import trainings
 from patchproof.runs import (
     Rate,
@@ -112,9 +111,7 @@ class Report:
             "subtitle": self.subtitle,
             "notices": self.notices,
             "accuracies": {name: rate.as_dict() for name, _, rate in self.tiles},
-            "verdict": list(self.conclusion.verdict),
-            "next_steps": list(self.conclusion.steps),
-            "excluded": list(self.conclusion.excludes),
+            **self.conclusion._asdict(),
         }
         write_atomically(folder / "report.json", dump_json(facts))
         write_atomically(page, self.html())
@@ -136,73 +133,61 @@ def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 def build_report(folders: Sequence[Path | str], options: Options | None = None) -> Report:
     """One certification in depth, or several side by side, and trainings with their curves."""
-    chosen = options or Options()
+    chosen, unpaired = options or Options(), dict[str, str]()
     if not folders or isinstance(folders, str | Path):
         raise InputError(f"folders must be a list of at least one run folder, e.g. ['runs/a'], not {folders!r:.60}")
     certified, trained = read_runs(folders)
     traced = trace(certified, trained)
     subtitle, tiles = "", list[tuple[str, str, Rate]]()
-    if chosen.baseline is not None and len(traced) < 2:
-        found = "one" if traced else "none"
-        raise InputError(f"baseline needs several certifications to compare, and there is {found}")
     if len(traced) > 1:
-        base = choose_baseline(traced, chosen.baseline)
-        others, twins = rivals(base.run, [one.run for one in traced if one is not base])
-        unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
-        comparisons = compare(base.run, *(run for run in others if run.name not in unpaired))
-        sections = side_by_side(traced, comparisons)
-        conclusion = conclude_several(traced, base, comparisons, unpaired, twins)
+        base = next((one for one in traced if not one.run.attacks), traced[0])
+        if chosen.baseline is not None:
+            named = [one for one in traced if one.run.folder.resolve() == chosen.baseline.resolve()]
+            if not named or named[0].run.attacks:
+                raise InputError(f"baseline must be one of the certifications in the report, not {chosen.baseline}")
+            (base,) = named
+        unpaired = {run.name: reason for run in certified if (reason := why_not_paired(base.run, run)) is not None}
+        # Attacking a defence does not make another one: an attack is no rival, its bounds are in the conclusion.
+        rivals = [run for run in certified if run is not base.run and not run.attacks]
+        comparisons = compare(base.run, *(run for run in rivals if run.name not in unpaired))
+        sections = side_by_side(traced, base.run, comparisons)
+        reasons = {run.name: unpaired[run.name] for run in rivals if run.name in unpaired}
+        conclusion = conclude(about_runs(traced, base, comparisons, reasons), certified)
         attacks = sum(bool(run.attacks) for run in certified)
         kinds = [(len(certified) - attacks, "certification", "certifications"), (attacks, "attack", "attacks")]
         title = f"{' and '.join(count_words(*kind) for kind in kinds if kind[0])} side by side"
         subtitle = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""
+    elif chosen.baseline is not None:
+        count = "one" if traced else "none"
+        raise InputError(f"baseline needs several certifications to compare, and there is {count}")
     elif traced:
         (one,), (run,) = traced, certified
         sections = one_certification(one, dataset=chosen.dataset, data_dir=chosen.data_dir, images=chosen.images)
         tiles = [(name, meanings(run)[name], rate) for name, rate in run.rates.items()]
-        conclusion = conclude_one(one)
+        conclusion = conclude(about_run(one), certified)
         title = f"{run.defense if run.manifest.get('model') is None else run.architecture} on {run.dataset}"
         patches = f"one patch of {run.patch_words}" if run.patches == 1 else run.patch_words
         about = f"Certified {run.guarantee} against {patches} anywhere on the image"
         subtitle = f"{about}; {run.defense}, {run.masks_words}; run {run.name}"
     else:
-        sections, conclusion = [], conclude_training(trained)
+        sections, conclusion = [], conclude(about_trainings(trained))
         title = f"Training: {trained[0].name}" if len(trained) == 1 else f"{len(trained)} training runs"
     sections += trainings(trained)
+    found = [(name, f"mixed: {reason}") for name, reason in unpaired.items()]
+    for run in certified:
+        broken = [str(record.index) for record in run.attacks if record.broken]
+        words = count_words(len(broken), "certified image was", "certified images were")
+        which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
+        found += [(run.name, f"{words} broken by a patch, which a certificate rules out: {which}")] if broken else []
+    every: list[StoredCertification | StoredTraining] = [*certified, *trained]
+    for stored in every:
+        found += [(stored.name, text) for text in (one_class_words(stored), *stored.notices) if text is not None]
     return Report(
         printable(chosen.title or title),
         subtitle,
-        [{"run": name, "text": text} for name, text in notices_of(traced, trained)],
+        [{"run": name, "text": text} for name, text in found],
         tiles,
         [section for section in sections if section.shown],
         [whole for section in sections for table in section.tables if (whole := table.whole or table).rows],
         conclusion,
     )
-
-
-def choose_baseline(traced: Sequence[TracedRun], named: Path | None) -> TracedRun:
-    """The run in the folder `named`, or else the first certification, or else the first attack."""
-    if named is None:
-        return next((one for one in traced if not one.run.attacks), traced[0])
-    for one in traced:
-        if one.run.folder.resolve() == named.resolve():
-            return one
-    raise InputError(f"baseline must be one of the certifications in the report, not {named}")
-
-
-def notices_of(traced: Sequence[TracedRun], trained: Sequence[StoredTraining]) -> Iterator[tuple[str, str]]:
-    """Names of runs and what is doubtful about them; a notice about all runs has the name ""."""
-    yield from (("", text) for text in mixed_notices(traced))
-    for run in (one.run for one in traced):
-        broken = [str(record.index) for record in run.attacks if record.broken]
-        if broken:
-            words = count_words(len(broken), "certified image was", "certified images were")
-            which = f"image {shortened(', '.join(broken), 60)}; see broken/ in the run's folder"
-            yield run.name, f"{words} broken by a patch, which a certificate rules out: {which}"
-    every: list[StoredCertification | StoredTraining] = [*(one.run for one in traced), *trained]
-    for stored in every:
-        if (said := one_class_words(stored)) is not None:
-            yield stored.name, said
-        yield from ((stored.name, text) for text in stored.notices)
-    if any(one.strategy for one in traced):  # an unknown strategy matters only where rows are named by strategies
-        yield from ((one.run.name, one.doubt) for one in traced if one.doubt)

@@ -1,4 +1,5 @@
-"""Numbers counted from records: by outcome, class and mask, under attack, and for two runs on the same images.
+"""Numbers counted from the records of runs: by outcome, class and mask, under attack, and for two runs on the same
+images; and the training behind a run's weights.
 
 Two runs on the same images share most of what makes their separate intervals wide. Their difference comes from the
 images on which they differ: those `gained` only by the second run and those `lost` only by the first.
@@ -6,25 +7,51 @@ images on which they differ: those `gained` only by the second run and those `lo
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from scipy.special import bdtr
 
-from patchproof.runs import ATTACK_ACCURACIES, Rate, Record, StoredCertification, Tally, rates
+from patchproof.geometry import parse_patches
+from patchproof.models import checkpoint_sha256
+from patchproof.recipes import ARCHITECTURES, Expectation, recipes
+from patchproof.runs import (
+    ATTACK_ACCURACIES,
+    Rate,
+    Record,
+    StoredCertification,
+    StoredTraining,
+    Tally,
+    find_weights,
+    read_run,
+)
+from patchproof.types import PatchproofError, Size
+
+GUARANTEES = {
+    "recovery": "the right label under any such patch",
+    "detection": "the right label or an alarm under any such patch",
+}
+NAMED = 3
+"""Most classes, runs or masks that a sentence or cell names."""
 
 MOST_CLASSES = 40
-"""Most classes that a figure names; of more classes it shows the distribution."""
+"""Most classes that a figure names; of more classes it has those at either end."""
 
 FEW_PER_CLASS = 5
 """Fewest images per class, on average, for which results of many classes are shown by class."""
 
-FEW = 10
-"""Fewest images of a class for which the class is called weak."""
+PAPER_INPUT: Size = (224, 224)
+PAPER_NETWORKS = {"resnet": "ResNet", "vit": "ViT", "convnext": "ConvNeXt"}
+
+LABEL = attrgetter("label")
 
 Z = 1.959963984540054
 """Normal quantile of a two-sided 95% interval."""
@@ -32,8 +59,77 @@ Z = 1.959963984540054
 POWER = 0.8416212335729143
 """Normal quantile of 80%: a difference is found four times in five."""
 
-LEVEL = 0.05
-"""Differences with a smaller p are called clear."""
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A run with the strategy that its weights were trained with, and the extra passes per image of that strategy.
+
+    If no training is known, `strategy` is None and `first` is the name of the first run with these weights.
+    """
+
+    run: StoredCertification
+    first: str
+    strategy: str | None = None
+    passes: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self.strategy or f"{self.first} †"
+
+    @property
+    def certified(self) -> Rate:
+        return self.run.rates["certified"]
+
+    @cached_property
+    def paper(self) -> dict[str, Expectation]:
+        """The paper's cells for the data set, strategy, masks and patch of this run: network -> cell. The one of our
+        network at the paper's input size is alone, and called ""."""
+        run, size, found = self.run, self.run.image_size, dict[str, Expectation]()
+        if self.strategy is None or run.native or run.defense != "patchcleanser" or size is None or run.patches != 1:
+            return {}
+        # The folders of imagenette are called imagenette2, imagenette2-320 and imagenette2-160.
+        dataset = "imagenette" if run.dataset.startswith("imagenette") else run.dataset
+        for family, name in PAPER_NETWORKS.items():
+            recipe = recipes().get(f"{dataset}-{family}-{self.strategy}")
+            for cell in recipe.expectations if recipe else ():
+                same_pixels = size == PAPER_INPUT or cell.patch.endswith("%")  # the paper's pixels are those of 224×224
+                same_masks = run.axes == (cell.masks, cell.masks)
+                if same_pixels and same_masks and run.patch_sizes == parse_patches(cell.patch, size):
+                    if size == PAPER_INPUT and run.architecture.split(".")[0] == ARCHITECTURES[family].model:
+                        return {"": cell}
+                    found[name] = cell
+        return found
+
+
+def trace(runs: Sequence[StoredCertification], trainings: Sequence[StoredTraining]) -> list[TracedRun]:
+    """Each run with the training that made its weights, if a checkpoint or its results have the same sha256."""
+    around, firsts, found = cache(training_around), dict[str, str](), []
+    for run in runs:
+        first = firsts.setdefault(run.weights_sha256 or run.name, run.name)
+        known = (around(checkpoint) for checkpoint, _ in find_weights(run, trainings))
+        made = next((training for training, sha256 in known if sha256 and sha256 == run.weights_sha256), None)
+        found.append(TracedRun(run, first, *((made.strategy, made.search_passes) if made else ())))
+    return found
+
+
+def training_around(checkpoint: Path) -> tuple[StoredTraining | None, str | None]:
+    """The training that wrote a checkpoint, and the sha256 of its weights, from its results if the weights are gone."""
+    if not (checkpoint.parent / "manifest.json").is_file():  # most candidates: any parent of a run may be asked about
+        return None, None
+    with suppress(PatchproofError, OSError):
+        training = read_run(checkpoint.parent)
+        if isinstance(training, StoredTraining):
+            with suppress(PatchproofError, OSError):
+                return training, checkpoint_sha256(checkpoint)
+            return training, training.weights_sha256 if checkpoint.name == "checkpoint-last" else None
+    return None, None
+
+
+def rate_note(runs: Iterable[StoredCertification]) -> str:
+    """A note that says how the rates are given and what `certified` means."""
+    found = sorted({run.guarantee for run in runs})
+    words = "; ".join(f"certified ({guarantee}) = {GUARANTEES[guarantee]}" for guarantee in found)
+    return f"Rates with exact 95% intervals; {words}."
 
 
 def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
@@ -43,17 +139,9 @@ def outcomes(run: StoredCertification) -> dict[str, list[Record]]:
     }
 
 
-def by_class(run: StoredCertification) -> dict[int, dict[str, Rate]]:
-    """The accuracies of each label, in the order of the labels."""
-    found: dict[int, list[Record]] = {}
-    for record in run.good:
-        found.setdefault(record.label, []).append(record)
-    return {label: rates(found[label]) for label in sorted(found)}
-
-
-def enough_per_class(run: StoredCertification) -> bool:
-    classes = len(by_class(run))
-    return classes <= MOST_CLASSES or len(run.good) >= FEW_PER_CLASS * classes
+def by_class(run: StoredCertification) -> dict[int, list[Record]]:
+    """The records of each label, in the order of the labels."""
+    return {label: list(some) for label, some in groupby(sorted(run.good, key=LABEL), key=LABEL)}
 
 
 def witness(run: StoredCertification, record: Record) -> tuple[tuple[int, ...], int | None]:
@@ -77,6 +165,14 @@ def mask_shares(run: StoredCertification, records: Sequence[Record]) -> dict[int
     found = Counter(number for masks in decided for number in masks)
     ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
     return {number: Rate(k, len(decided)) for number, k in ordered}
+
+
+def mask_name(run: StoredCertification, number: int) -> str:
+    """The mask's number, counted from 1 as in the explorer, and its place in the grid."""
+    if run.axes is None:
+        return f"mask {number + 1}"
+    row, column = divmod(number, run.axes[1])  # the masks of a grid are in the order of its rows
+    return f"mask {number + 1} (row {row + 1} of {run.axes[0]}, column {column + 1} of {run.axes[1]})"
 
 
 def attacked_rates(run: StoredCertification) -> dict[str, Rate]:
@@ -175,7 +271,6 @@ class Comparison:
     `corrected` holds Holm's p-values of the accuracies, over all runs that are compared together.
     """
 
-    base: StoredCertification
     run: StoredCertification
     accuracies: Mapping[str, Paired]
     classes: Mapping[int, Paired]
@@ -194,10 +289,11 @@ def compare(base: StoredCertification, *runs: StoredCertification) -> list[Compa
         pairs = [(record, others[record.index]) for record in base.good if record.index in others]
         names = [name for name in base.rates if name in run.rates]
         accuracies = {name: count_pairs((a.finding(name), b.finding(name)) for a, b in pairs) for name in names}
-        labels: dict[int, list[tuple[bool | None, bool | None]]] = {}
-        for a, b in pairs:
-            labels.setdefault(a.label, []).append((a.certified, b.certified))
-        found.append(Comparison(base, run, accuracies, {label: count_pairs(labels[label]) for label in sorted(labels)}))
+        classes = {
+            label: count_pairs((a.certified, others[a.index].certified) for a in some if a.index in others)
+            for label, some in by_class(base).items()
+        }
+        found.append(Comparison(run, accuracies, {label: paired for label, paired in classes.items() if paired.n}))
     for name in base.rates:
         tested = [c for c in found if name in c.accuracies]
         for c, p in zip(tested, holm([c.accuracies[name].p for c in tested]), strict=True):
@@ -206,37 +302,15 @@ def compare(base: StoredCertification, *runs: StoredCertification) -> list[Compa
 
 
 def why_not_paired(base: StoredCertification, run: StoredCertification) -> str | None:
-    """Why two runs cannot be compared image by image, or their certificates claim different things; None if they can
-    be compared."""
+    """Why the run claims something else than the baseline, or cannot be compared image by image; None if it can."""
+    if base.guarantee != run.guarantee:
+        return f"its certificates are {run.guarantee}, those of {base.name} {base.guarantee}"
+    if base.threat != run.threat:
+        return f"its certificates are about {run.patch_words}, those of {base.name} about {base.patch_words}"
     if base.data_sha256 is None or run.data_sha256 is None:
         return "it is not known which images it is about"
     if base.data_sha256 != run.data_sha256:
-        return "it is about other images (another data set, split or limit)"
-    if base.guarantee != run.guarantee:
-        return f"its certificates are {run.guarantee}, the baseline's {base.guarantee}"
-    if base.threat != run.threat:
-        return f"its certificates are about {run.patch_words}, the baseline's about {base.patch_words}"
+        return f"it is about other images than {base.name} (another data set, split or limit)"
     if not {record.index for record in base.good} & {record.index for record in run.good}:
-        return "no image was certified in both"
+        return f"no image was certified in it and in {base.name}"
     return None
-
-
-def rivals(
-    base: StoredCertification, runs: Iterable[StoredCertification]
-) -> tuple[list[StoredCertification], dict[str, str]]:
-    """The runs to choose from besides the baseline, and the attacks on one of them: name of the attack -> name of the
-    run with the same weights, defence and threat. Attacking a defence does not make another one."""
-
-    def about(run: StoredCertification) -> tuple[object, ...]:
-        described = run.manifest["identity"].get("defense") or {}
-        options = {name: value for name, value in described.items() if name not in ("precision", "compile")}
-        return run.weights_sha256, json.dumps(options, sort_keys=True), run.masks, run.patch_sizes, run.native
-
-    found, twins = [base], dict[str, str]()
-    for run in sorted(runs, key=lambda run: bool(run.attacks)):
-        same = [one for one in found if (one.attacks or run.attacks) and about(one) == about(run)]
-        if same and run.weights_sha256 is not None:
-            twins[run.name] = same[0].name
-        else:
-            found.append(run)
-    return found[1:], twins

@@ -10,13 +10,14 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
@@ -29,19 +30,13 @@ from patchproof.types import shortened
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-FILLS = ((COLOURS[0], ""), ("none", "////"))
-"""Face colour and hatch of the first and the second group of bars."""
-
 ASIAN = {"Microsoft YaHei", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei"}
-FONTS = ["DejaVu Sans", *sorted(ASIAN & set(fontManager.get_font_names()))]
-"""The font that comes with matplotlib, then installed ones for letters that it lacks."""
-
 INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
 """Width of a figure in inches; at this width its labels can be read on a phone."""
 
-TITLE_WIDTH = 52
-"""Letters of a title that fit into one line."""
+MOST_TICKS, LETTERS = 12, 44
+"""Most ticks below an axis, and most letters of all of them that fit side by side."""
 
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
@@ -51,7 +46,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "figure.titlesize": 9.5,
     "figure.titleweight": "bold",
-    "font.family": FONTS,
+    "font.family": ["DejaVu Sans", *sorted(ASIAN & set(fontManager.get_font_names()))],  # then those with more letters
     "font.size": 9.5,
     "grid.alpha": 0.35,
     "grid.color": GRID,
@@ -71,7 +66,6 @@ class Picture:
     """A figure with its file name `key` and the words `alt` for readers who cannot see it; rendered when first used."""
 
     key: str
-    title: str
     alt: str
     figure: Figure
 
@@ -117,8 +111,8 @@ def drawing(key: str, title: str, alt: str, *, height: float = 3.1) -> Iterator[
     with styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
-        yield Picture(key, title, alt, figure), axes
-        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), TITLE_WIDTH)  # `n = 400` stays on one line
+        yield Picture(key, alt, figure), axes
+        lines = textwrap.fill(title.replace(" = ", "\u00a0=\u00a0"), 52)  # `n = 400` stays on one line
         figure.suptitle(lines.replace("\u00a0", " "), x=0.02, ha="left")
         handles, labels = axes.get_legend_handles_labels()
         if labels:
@@ -131,14 +125,6 @@ def numbers(values: Iterable[int]) -> str:
     return shortened(", ".join(f"{value:,}" for value in sorted(set(values))), 24)
 
 
-def percents(found: Sequence[Rate | Paired]) -> tuple[list[float], list[list[float]]]:
-    """Rates or differences in percent, and how far their 95% intervals reach below and above."""
-    values = [one.rate if isinstance(one, Rate) else one.difference for one in found]
-    below = [100 * max(0.0, value - one.interval[0]) for value, one in zip(values, found, strict=True)]
-    above = [100 * max(0.0, one.interval[1] - value) for value, one in zip(values, found, strict=True)]
-    return [100 * value for value in values], [below, above]
-
-
 def series_style(number: int) -> dict[str, Any]:
     """Marker, line and colour of a series; the first thirty differ in more than colour."""
     return {
@@ -148,45 +134,65 @@ def series_style(number: int) -> dict[str, Any]:
     }
 
 
-def percent_axis(axes: Axes, rates: Iterable[Rate]) -> None:
+Series = Mapping[str, Sequence[Rate | Paired | None]]
+"""Label of a series -> its values at the places along an axis; None where there is none."""
+
+
+def line_picture(
+    key: str, title: str, series: Series, xlabel: str, ylabel: str, *, ticks: Sequence[object], joined: bool = True
+) -> Picture:
+    """Rates from left to right, one place per tick."""
+    alt = f"{title}: {len(series)} {'lines' if joined else 'rows of points'} with 95% intervals."
+    with drawing(key, title, alt, height=3.0 + 0.16 * len(series)) as (picture, axes):
+        draw_errors(axes, series, joined=joined)
+        percent_axis(axes, series)
+        step = math.ceil(len(ticks) / MOST_TICKS)
+        words = [str(tick) for tick in ticks[::step]]
+        slant, anchor = (0.0, "center") if sum(map(len, words)) <= LETTERS else (40.0, "right")
+        axes.set_xticks(range(0, len(ticks), step), words, rotation=slant, ha=anchor)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(-0.5, len(ticks) - 0.5))
+    return picture
+
+
+def dot_picture(key: str, title: str, names: Sequence[str], series: Series, xlabel: str) -> Picture:
+    """Rates, or differences, one horizontal line per name from the top down."""
+    height = 1.5 + sum(0.15 + 0.12 * max(len(series), 1 + name.count("\n")) for name in names)
+    with drawing(key, title, f"{title}: {len(names)} rows with 95% intervals.", height=height) as (picture, axes):
+        if any(isinstance(one, Paired) for found in series.values() for one in found):
+            axes.axvline(0, color=INK, linewidth=1, linestyle=":")
+        else:
+            axes.set_xlim(-2, 102)
+        draw_errors(axes, series, across=True, joined=False)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel=xlabel, ylim=(len(names) - 0.4, -0.6))
+    return picture
+
+
+def percent_axis(axes: Axes, series: Series) -> None:
     """Let the axis run to 100% from the ten below the lowest interval, so that differences can be seen."""
-    lowest = min((100 * rate.interval[0] for rate in rates), default=0.0)
+    lowest = min(100 * one.interval[0] for found in series.values() for one in found if one is not None)
     start = 10 * max(0, math.floor((lowest - 2) / 10))
     axes.set_ylim(start - (100 - start) / 50, 100 + (100 - start) / 50)
 
 
-def error_line(
-    axes: Axes, x: Sequence[float], rates: Sequence[Rate], *, label: str, number: int, of: int, joined: bool = True
-) -> None:
-    """Draw rates with their 95% intervals; line `number` of `of` is shifted a little, so that none hides another."""
-    aside = ScaledTranslation((number - (of - 1) / 2) * min(5.0, 20 / of) / 72, 0, axes.figure.dpi_scale_trans)
-    look = series_style(number) | ({} if joined else {"linestyle": "none"})
-    look |= {"capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}
-    values, reach = percents(rates)
-    axes.errorbar(x, values, yerr=reach, label=label, **look)
-    # Lines with a transform of their own are not counted when axes choose their limits.
-    axes.update_datalim([(at, 100 * bound) for at, rate in zip(x, rates, strict=True) for bound in rate.interval])
-    axes.autoscale_view()
+def draw_errors(axes: Axes, series: Series, *, across: bool = False, joined: bool = True) -> None:
+    """Draw values in percent with their 95% intervals, each series a little aside, so that none hides another.
 
-
-def dots(
-    axes: Axes,
-    names: Sequence[str],
-    series: Sequence[tuple[str, Sequence[Rate | Paired | None], bool]],
-    *,
-    step: float = 0.0,
-) -> None:
-    """Draw one horizontal line per name with the points of every series on it, with 95% intervals.
-
-    A series has a label, a rate or difference per name, and whether its markers are hollow. `step` is the vertical
-    distance between two series on a line.
+    The places 0, 1, … are on the horizontal axis, or if the values run `across` on the vertical one.
     """
-    for number, (label, found, hollow) in enumerate(series):
-        aside = step * (number - (len(series) - 1) / 2)
-        places = [place + aside for place, one in enumerate(found) if one is not None]
-        values, reach = percents([one for one in found if one is not None])
-        look: dict[str, Any] = {"color": COLOURS[number], "fmt": MARKERS[number], "capsize": 2, "elinewidth": 1}
-        face = "none" if hollow else COLOURS[number]
-        axes.errorbar(values, places, xerr=reach, label=label, markerfacecolor=face, **look)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    for number, (label, values) in enumerate(series.items()):
+        places = [place for place, one in enumerate(values) if one is not None]
+        found = [one for one in values if one is not None]
+        middle = 100 * np.array([one.rate if isinstance(one, Rate) else one.difference for one in found])
+        ends = 100 * np.array([one.interval for one in found]).reshape(-1, 2)
+        reach = np.clip([middle - ends[:, 0], ends[:, 1] - middle], 0, None)
+        shift = (number - (len(series) - 1) / 2) * min(5.0, 20 / len(series)) / 72
+        aside = ScaledTranslation(0 if across else shift, -shift if across else 0, axes.figure.dpi_scale_trans)
+        look = series_style(number) | ({} if joined else {"linestyle": "none"})
+        look |= {"label": label, "capsize": 2.5, "elinewidth": 1, "transform": axes.transData + aside}
+        x, y, bars = (middle, places, {"xerr": reach}) if across else (places, middle, {"yerr": reach})
+        axes.errorbar(x, y, **bars, **look)
+        # Lines with a transform of their own are not counted when axes choose their limits.
+        bounds = np.column_stack([np.repeat(places, 2), ends.ravel()])
+        axes.update_datalim(bounds[:, ::-1] if across else bounds)
+    axes.autoscale_view()

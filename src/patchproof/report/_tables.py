@@ -17,16 +17,9 @@ from patchproof.report._gallery import Cards
 from patchproof.runs import Rate
 
 Cell = str | int | float | Rate | Paired | None
-NOTHING = "–"
 
 SHOWN_ROWS = 10
 """Rows that the page shows of a long table, or from either end of it."""
-
-COMMON = (
-    *("strategy", "data set", "split", "architecture", "defence", "guarantee", "masks", "patch", "images"),
-    *("certified by", "best epoch chosen on"),
-)
-"""Columns that become a note if they are the same in every row."""
 
 
 def percent(rate: float) -> str:
@@ -37,16 +30,6 @@ def interval_words(found: Rate | Paired) -> str:
     """`57.3–67.0%` for a rate, `+1.0 to +7.3` in percentage points for a difference."""
     low, high = (100 * end for end in found.interval)
     return f"{low:+z.1f} to {high:+z.1f}" if isinstance(found, Paired) else f"{low:.1f}–{high:.1f}%"
-
-
-def duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 @dataclass(frozen=True)
@@ -89,21 +72,18 @@ class Table:
         note = f"The {len(rows)} of {len(self.rows):,} rows {which}; tables/{self.key}.csv has all."
         return replace(self, rows=rows, notes=(*self.notes, note), whole=self)
 
-    def concise(self, elsewhere: Collection[str] = ()) -> Table:
-        """The table without the columns in `elsewhere`; columns that are the same in every row become one note."""
+    def concise(self, hidden: Collection[str] = ()) -> Table:
+        """The table without the columns in `hidden`; words that are the same in every row become one note."""
         kept, same = list[int](), list[str]()
         for i, column in enumerate(self.columns):
-            if column.name in COMMON and len({row[i] for row in self.rows}) == 1 and column.name not in elsewhere:
-                text = cell_text(self.rows[0][i])
-                if text != NOTHING:
-                    same.append(text if text.endswith(column.name) else f"{column.name} {text}")
-            elif column.name not in elsewhere:
+            cells = {row[i] for row in self.rows}
+            if i and len(cells) == 1 and isinstance(cell := next(iter(cells)), str | None):
+                if cell is not None and column.name not in hidden:
+                    same.append(cell if cell.endswith(column.name) else f"{column.name} {cell}")
+            elif column.name not in hidden:
                 kept.append(i)
-        rows = [tuple(row[i] for i in kept) for row in self.rows]
-        words = ", ".join(same)
-        words = f"The same for all: {words}" if len(rows) > 1 else words[:1].upper() + words[1:]
-        notes = [f"{words}.", *self.notes] if same else self.notes
-        columns = [self.columns[i] for i in kept]
+        notes = [f"In every row: {', '.join(same)}.", *self.notes] if same else self.notes
+        columns, rows = [self.columns[i] for i in kept], [tuple(row[i] for i in kept) for row in self.rows]
         return replace(self, columns=columns, rows=rows, notes=notes, whole=self.whole or self)
 
     @property
@@ -146,9 +126,9 @@ def cell_text(cell: Cell, digits: int = 1) -> str:
     if isinstance(cell, float):
         smallest = 10**-digits
         return f"<{smallest:.{digits}f}" if 0 < cell < smallest / 2 else f"{cell:z,.{digits}f}"
-    if cell is None:
-        return NOTHING
-    return f"{cell:,}" if isinstance(cell, int) else cell
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return "–" if cell is None else cell
 
 
 def markdown(table: Table) -> str:
