@@ -46,10 +46,10 @@ HEADLINE = "Percent of the 3,925 validation images, any patch of 3% of the image
 ONE_EPOCH = f"{HEADLINE} One epoch of fine-tuning, not ten."
 STRONGER = (
     f"{HEADLINE} greedy: the paper's schedule. memory: 8 epochs, cosine, averaged weights (0.998), tries 2,2,2,1. "
-    "greedy-head: greedy with the ImageNet head's rows for the ten classes, as all that follow but memory, pair and "
-    "student. memory8: the recipe imagenette-lite0-memory8. memory32: the recipe imagenette-lite0-memory. pair: seeds 1 and 2 of memory as one ensemble, two passes for one. "
-    "three: the seeds of memory32 as one ensemble. student: 10 epochs, otherwise as memory, taught by the pair (weight "
-    "0.7), light augmentation."
+    "greedy-head: greedy with the ImageNet head's rows for the ten classes, as the two recipes. memory8, memory32: the "
+    "recipes imagenette-lite0-memory8 and imagenette-lite0-memory. pair: seeds 1 and 2 of memory as one ensemble, two "
+    "passes for one. three: the seeds of memory32 as one ensemble. student: 10 epochs, otherwise as memory, taught by "
+    "the pair (weight 0.7), light augmentation."
 )
 AGAIN = {
     "fashion-memory": "test images, any 5×5 patch. The recipes fashion-small-greedy and fashion-small-memory; share: "
