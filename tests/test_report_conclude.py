@@ -142,6 +142,17 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
         build_report(runs[:2], Options(baseline=tmp_path))
 
 
+def test_a_clear_difference_on_clean_images_is_said_beside_the_certificates(runs, tmp_path):
+    worse = [replace(r, defended=bool(r.certified)) for r in random_records(300)]
+    poor = write_run(tmp_path / "poor", manifest(count=300), worse)
+    for several, holm in (([poor, runs[0]], False), ([poor, runs[0], runs[2]], True)):
+        said = [
+            text for text in build_report(several).conclusion.verdict if text.startswith("Defended, on clean images")
+        ]
+        assert any("plain is" in text for text in said)
+        assert all(("(Holm)" in text) == holm for text in said)
+
+
 def test_what_a_compared_run_has_tried_is_not_recommended(runs, tmp_path):
     worse = [replace(r, defended=bool(r.certified)) for r in random_records(300)]
     poor = write_run(tmp_path / "poor", manifest(count=300), worse)

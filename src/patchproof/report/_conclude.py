@@ -232,6 +232,9 @@ def about_runs(
         more = " Their own intervals overlap, but on the same images the paired difference decides."
         said = difference(c.certified, c.run.name, own, p if len(ordered) > 1 else None)
         yield f"Certified: {said}{more if overlap and p < LEVEL else ''}", ""
+        if (p := c.corrected["defended"]) < LEVEL:
+            said = difference(c.accuracies["defended"], c.run.name, own, p if len(ordered) > 1 else None)
+            yield f"Defended, on clean images: {said}", ""
     needed = [(n, c.run) for c in rated if (n := c.certified.images_needed or 0) > c.certified.n]
     for n, run in sorted(needed, key=lambda pair: pair[0])[:1]:
         shows = f"about {n:,} images would be needed to show the difference from {own} (chance 80%)"
