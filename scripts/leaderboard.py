@@ -111,7 +111,7 @@ def percent(rate: dict[str, Any] | None) -> str:
     if rate is None:
         return ""
     interval = rate.get("interval")
-    spread = f" ({100 * interval[0]:.1f}–{100 * interval[1]:.1f}, n = {rate['n']:,})" if interval else ""
+    spread = f" ({100 * interval[0]:.1f}–{100 * interval[1]:.1f})" if interval else ""
     return f"{100 * rate['rate']:.1f}%{spread}"
 
 
@@ -120,11 +120,12 @@ COLUMNS = (
     "guarantee",
     "data",
     "patch",
+    "images",
     "certified",
     "clean, defended",
     "passes per image",
     "network",
-    "source",
+    "source (in results/)",
 )
 
 
@@ -132,22 +133,23 @@ def cells(one: dict[str, Any]) -> list[str]:
     passes = one["passes_per_image"]
     return [
         *(one[name] for name in ("defense", "guarantee", "data", "patch")),
+        f"{one['certified']['n']:,}" if one["measured"] else "",
         percent(one["certified"]),
         percent(one["clean"]),
         "" if passes is None else f"{passes:,.1f}",
         one["network"],
-        one["source"] if one["measured"] else f"literature: {one['source']}",
+        one["source"].removeprefix("results/") if one["measured"] else f"literature: {one['source']}",
     ]
+
+
+def shown(text: str) -> str:
+    """The text of a cell, with an interval on a line of its own and paths that may break."""
+    return re.sub(r"% \((.*)\)$", r"%<br>(\1)", html.escape(text)).replace("/", "/<wbr>")
 
 
 def page(found: list[dict[str, Any]]) -> str:
     """One HTML file; a click on a heading sorts."""
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    breaks = {" = ": "&nbsp;=&nbsp;", "/": "/<wbr>"}  # where a line may end, and where not
-
-    def shown(text: str) -> str:
-        return re.sub(" = |/", lambda found: breaks[found[0]], html.escape(text))
-
     body = "\n".join(
         f'<tr class="{"ours" if one["measured"] else "theirs"}">'
         + "".join(f"<td>{shown(text)}</td>" for text in cells(one))
@@ -161,7 +163,7 @@ def page(found: list[dict[str, Any]]) -> str:
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }}
 .wide {{ overflow-x: auto }} table {{ border-collapse: collapse; width: 100%; font-size: .9rem }}
 th, td {{ text-align: left; padding: .4rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top }}
-td:nth-child(5), td:nth-child(6), td:nth-child(8) {{ min-width: 8.5rem }}
+td:nth-child(6), td:nth-child(7) {{ white-space: nowrap }} td:nth-child(9) {{ min-width: 8.5rem }}
 th {{ white-space: nowrap }} th[aria-sort]::after {{ content: " ▾" }}
 th[aria-sort=ascending]::after {{ content: " ▴" }} .theirs {{ color: #666; font-style: italic }}
 </style></head><body>
@@ -179,7 +181,7 @@ promises. Click a heading to sort.</p>
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join(lines + ["| " + " | ".join(cells(one)) + " |" for one in found])
+    return "\n".join(lines + ["| " + " | ".join(map(shown, cells(one))) + " |" for one in found])
 
 
 def votes_table() -> str:
