@@ -707,8 +707,9 @@ def test_results_as_json_quiet_and_with_a_traceback(photos, checkpoint, capsys):
     for words in (["report", "r", "--images", "0"], ["ls", "datasets"], ["ls", "models", "resnet18*"], ["doctor"]):
         assert run([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
-    with pytest.raises(pp.InputError, match="already holds a run"):
-        certify(*common, "--debug")
+    assert certify(*common, "--debug") == 2
+    assert "Traceback" in (said := capsys.readouterr().err)
+    assert "patchproof: r already holds a run; continue it with --resume" in said
 
 
 def test_predict_reads_an_image_from_standard_input(photos, checkpoint, capsys, monkeypatch):

@@ -7,7 +7,6 @@ import io
 import logging
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -41,10 +40,7 @@ from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_h
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
-
-SECONDS_FOR_MAIN = 3.0
-"""Seconds that other processes wait before they fail, so that the main one reports what is wrong for all."""
+from patchproof.types import CheckError, InputError, Size, visible
 
 PASSES_WORTH_A_WORD = 50_000
 """A run that may take more passes says at its start how long they take."""
@@ -64,12 +60,7 @@ def evaluate(settings: CertifySettings) -> int:
     """Run `certify`, or `attack` if the settings are those of an attack, and show the results."""
     attack, executor = isinstance(settings, AttackPlan), runs.launched()
     bar = RunBar(Console(stderr=True), "attack" if attack else "certify", shown=not runs.local_rank())
-    try:
-        results = certified(settings, bar)
-    except PatchproofError:
-        if executor.rank:
-            time.sleep(SECONDS_FOR_MAIN)
-        raise
+    results = certified(settings, bar)
     if executor.rank or results is None:
         return 0
     content = results.content
