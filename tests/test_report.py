@@ -390,7 +390,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "manifest.json").write_text("[1"), r"manifest.json is damaged"),
     (lambda f: (f / "manifest.json").write_text("[1]"), r"manifest.json is damaged: no JSON object"),
     (lambda f: (f / "manifest.json").write_text('{"name": "an app"}'), r"manifest.json is not the manifest of a run"),
-    (change_a_digit, r"manifest.json is damaged: not what was written; restore it from a copy, or begin again"),
+    (change_a_digit, r"manifest.json is damaged: not what was written; restore it from a copy, or begin a new run"),
     (enlarge_the_patch, r"manifest.json is damaged: not what was written"),
     (rewrite_manifest(schema=9), r"manifest.json has schema 9, this version reads 1; make the run again with it"),
     (rewrite_manifest(identity=3), r"manifest.json is not the manifest of a run"),
