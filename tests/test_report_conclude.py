@@ -130,8 +130,19 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
         for tables in ([table for section in few.sections for table in section.tables], few.tables)
     )
     assert (pages, files) == ({"better", "chance"}, {"better", "chance", "few"}), "14 images of 3 classes are too few"
-    with pytest.raises(InputError, match="baseline must be one of the certifications in the report"):
-        build_report(runs[:2], Options(baseline=tmp_path))
+    with pytest.raises(InputError, match=r"baseline must be the folder or the name of .* plain or better, not other"):
+        build_report(runs[:2], Options(baseline=Path("other")))
+
+
+def test_runs_of_one_name_are_labelled_with_their_folders_on_one_line_which_also_name_the_baseline(runs, tmp_path):
+    for path in runs:
+        (tmp_path / f"of-{path.name}").mkdir()
+    inside = [path.rename(tmp_path / f"of-{path.name}" / "c") for path in runs]
+    report = build_report(inside, Options(baseline=Path("of-better/c")))
+    assert report.conclusion.verdict[0].endswith("the baseline of-better/c.")
+    (paired,) = (picture for picture in report.pictures if picture.key == "paired")
+    ticks = [tick.get_text() for tick in paired.figure.axes[0].get_yticklabels()]
+    assert ticks == ["of-plain/c", "of-chance/c"]
 
 
 def test_equal_certificates_and_a_better_clean_accuracy_are_said_together(runs, tmp_path):

@@ -185,9 +185,10 @@ def choose_baseline(traced: Sequence[TracedRun], named: Path | None) -> TracedRu
     if named is None:
         return next((one for one in traced if not one.run.attacks), traced[0])
     for one in traced:
-        if one.run.folder.resolve() == named.resolve():
+        if one.run.name == named.as_posix() or one.run.folder.resolve() == named.resolve():
             return one
-    raise InputError(f"baseline must be one of the certifications in the report, not {named}")
+    names = " or ".join(one.run.name for one in traced)
+    raise InputError(f"baseline must be the folder or the name of a certification in the report, {names}, not {named}")
 
 
 def notices_of(traced: Sequence[TracedRun], trained: Sequence[StoredTraining]) -> Iterator[tuple[str, str]]:

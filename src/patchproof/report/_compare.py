@@ -23,6 +23,9 @@ MADE = ("date", "commit", "sha256 of the weights")
 """Columns of the table of runs that only its files have."""
 
 HOLM = "Holm: p corrected for the number of rows tested together."
+LABEL = 28
+"""Letters of a label that fit beside a figure."""
+
 COST = "strategy, and its extra passes per image in training"
 FEW_TICKS = 4
 """Most names of strategies that fit side by side below an axis."""
@@ -185,7 +188,8 @@ def against_baseline(comparisons: Sequence[Comparison], pictures: Sequence[Pictu
     which = f"with the smallest p, from runs with {FEW_PER_CLASS} images per class or more"
     classes = classes.excerpt(counted, which).concise([] if several else ["run"])
     if several:
-        names = ["/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)) for c in comparisons]
+        parts = [c.run.name.rsplit("/", 1) if len(c.run.name) > LABEL else [c.run.name] for c in comparisons]
+        names = ["/\n".join(shortened_name(part, LABEL) for part in label) for label in parts]
         found = [c.certified for c in comparisons]
         certified = [row for row in every.rows if row[1] == "certified"]
         shown = every.excerpt(certified, "about certified accuracy").concise(["accuracy"])
