@@ -19,7 +19,7 @@ from torch.nn import functional
 from patchproof.geometry import PatchThreat, Windows, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
-from patchproof.types import InputError
+from patchproof.types import InputError, kind_of
 
 Images = Float[Tensor, "b c h w"]
 Labels = Int64[Tensor, " b"]
@@ -57,6 +57,11 @@ class StepLoss(nn.Module):
         self.largest = max(self.largest, len(images))
         loss: Any = self.of_whole_batch if len(images) == self.largest else self.loss
         mean = loss(self.classifier, images, labels, progress)
+        if not (isinstance(mean, Tensor) and mean.ndim == 0 and mean.requires_grad):
+            raise InputError(
+                "loss must return the mean over the images, a tensor of shape () with a gradient, e.g. "
+                f"functional.cross_entropy(classifier(images), labels), not {kind_of(mean)}"
+            )
         return mean, mean.detach().expand(keep.shape[:2])
 
 
