@@ -578,6 +578,11 @@ def test_a_training_names_the_defence_that_validated_it_with_its_guarantee(tmp_p
     assert "double masking" not in report.html()
     assert report.html().count(">Training<") == 2  # a link, a heading
     assert all(tick == round(tick) for tick in pictures["loss"].figure.axes[0].get_xticks())
+    single = build_report([write_training(tmp_path / "margin", strategy="none", steps=1, epochs=1, loss="bagcert")])
+    axes = {picture.key: picture.figure.axes[0] for picture in single.pictures}["loss"]
+    assert axes.lines[0].get_marker() == "o", "a line of one step could not be seen"
+    assert [pictures["loss"].figure.axes[0].get_ylabel(), axes.get_ylabel()] == ["loss (nats)", "loss"]
+    assert "Training loss, n = 1 step." in single.html()
     limits = {pictures[f"validation-{name}"].figure.axes[0].get_ylim() for name in ("certified", "undefended")}
     assert len(limits) == 1
     plain = write_training(tmp_path / "plain")

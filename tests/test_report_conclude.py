@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -302,6 +303,12 @@ def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
     assert "No run that tells the classes apart certifies clearly more images than the baseline none." in chosen.verdict
     assert "Keep none: no other is clearly better." in chosen.steps
     assert not any(text.startswith("Train the classifier") for text in chosen.steps)
+    remarks = {"remarks": ["random network: its weights were drawn at random"]}
+    drawn = write_run(tmp_path / "drawn", manifest(count=24, **remarks), failing(24))
+    assert not any("drawn" in step for step in build_report([drawn, none]).conclusion.steps)
+    shutil.copytree(tmp_path / "one", tmp_path / "same")
+    several = build_report([tmp_path / "a", tmp_path / "one", tmp_path / "same"]).conclusion.verdict
+    assert [text.split(" answers")[0] for text in several if "one class" in text] == ["one, same: the network"]
     for conclusion in (chosen, build_report([tmp_path / "one", none]).conclusion):
         assert not any("with one" in text or "Keep one" in text for text in conclusion.steps)
     for name, records in {"mixed": failing(24), "few": one[:9]}.items():

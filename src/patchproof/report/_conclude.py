@@ -25,7 +25,7 @@ from patchproof.report._tables import interval_words, percent
 from patchproof.report._trace import GUARANTEES, NAMED, TracedRun
 from patchproof.report._training import validated_with
 from patchproof.runs import StoredCertification, StoredTraining, one_class_words
-from patchproof.types import count_words
+from patchproof.types import count_words, shortened
 
 WIDE = 0.10
 """Widest 95% interval of a number of images that is not called small."""
@@ -257,7 +257,9 @@ def conclude_several(
     verdict, steps = list[str](), [step for one in traced for step in unfinished(one.run)][:1]
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
     clear, clean = ([c for c in ordered if c.corrected[name] < LEVEL] for name in ("certified", "defended"))
-    rated = [c for c in ordered if c.run.name not in single]  # a network with one answer is never recommended
+    random = {one.run.name for one in known if any(n.startswith("random network") for n in one.run.notices)}
+    unfit = single.keys() | random  # never recommended
+    rated = [c for c in ordered if c.run.name not in unfit]
     better = [c.run for c in rated if c in clear and c.certified.difference > 0]
     above = [c.run for c in rated if c in clean and c not in clear and c.accuracies["defended"].difference > 0]
     if better:
@@ -269,7 +271,7 @@ def conclude_several(
         if above:
             why = "clearly better on clean images, no clear difference in certificates"
             steps.append(f"Go on with {above[0].name}: {why}.")
-        elif own not in single:
+        elif own not in unfit:
             steps.append(f"Keep {own}: no other is clearly better.")
     for c in ordered[:NAMED]:
         for name, words in (("certified", "Certified"), ("defended", "Defended, on clean images")):
@@ -294,7 +296,7 @@ def conclude_several(
         steps.append(f"Certify all runs {same}, so that they can be paired.")
     attacked = [one.run for one in known if "attacked" in attacked_rates(one.run)]
     if not unpaired:
-        trusted = [one for one in known if one.run.name not in single] or known
+        trusted = [one for one in known if one.run.name not in unfit] or known
         own_runs = [one for one in trusted if one.run.name not in twins] or trusted
         leader = max(own_runs, key=lambda one: (one.certified.rate, one is base))
         found = conclude_one(leader, traced)
@@ -309,7 +311,8 @@ def conclude_several(
     for name, other in list(twins.items())[:NAMED]:
         verdict.append(f"{name} and {other} have the same weights and defence, so there is nothing to choose between.")
     if ordered:
-        verdict = [*(f"{name}: {said}." for name, said in single.items()), *verdict]
+        alike = {said: [name for name in single if single[name] == said] for said in single.values()}
+        verdict = [*(f"{shortened(', '.join(names), 60)}: {said}." for said, names in alike.items()), *verdict]
     return Conclusion(verdict, steps[:MOST_STEPS], excluded([one.run for one in known]))
 
 

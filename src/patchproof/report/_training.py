@@ -77,13 +77,18 @@ def loss_picture(named: Sequence[tuple[str, StoredTraining]]) -> list[Picture]:
     learned = [(name, run) for name, run in named if run.losses]
     if not learned:
         return []
-    title = f"Training loss, n = {numbers(len(run.losses) for _, run in learned)} steps"
+    counted = numbers(len(run.losses) for _, run in learned)
+    title = f"Training loss, n = {counted} {'step' if counted == '1' else 'steps'}"
     with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
         for number, (name, run) in enumerate(learned):
             groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
             steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
-            axes.plot(steps, means, **(series_style(number) | {"marker": "none"}), label=name)
-        axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+            line = series_style(number) | ({"marker": "none"} if len(steps) > 1 else {})
+            axes.plot(steps, means, **line, label=name)
+        nats = all(
+            run.manifest["identity"]["plan"].get("loss", "cross-entropy") == "cross-entropy" for _, run in learned
+        )
+        axes.set(xlabel="optimiser step", ylabel="loss (nats)" if nats else "loss")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return [picture]
 
