@@ -324,7 +324,7 @@ WRONG = [
     ("certify --epochs 3", "Unknown option: --epochs. It is for the commands demo, train."),
     ("certify --limit 3 --config", "--config requires an argument"),
     ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
-    ("certify --threat-space native --patch 29px", "^patchproof: an image has 28×28 pixels: a 29×29 .*, or leave it"),
+    ("certify --threat-space native --patch 29px", "a 29×29 patch does not fit a 28×28 image; .*, or leave out test/"),
     ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),
     ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
     ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
