@@ -85,10 +85,8 @@ def loss_picture(named: Sequence[tuple[str, StoredTraining]]) -> list[Picture]:
             steps, means = ([float(group[:, column].mean()) for group in groups] for column in (0, 1))
             line = series_style(number) | ({"marker": "none"} if len(steps) > 1 else {})
             axes.plot(steps, means, **line, label=name)
-        nats = all(
-            run.manifest["identity"]["plan"].get("loss", "cross-entropy") == "cross-entropy" for _, run in learned
-        )
-        axes.set(xlabel="optimiser step", ylabel="loss (nats)" if nats else "loss")
+        losses = {run.manifest["identity"]["plan"].get("loss", "cross-entropy") for _, run in learned}
+        axes.set(xlabel="optimiser step", ylabel="loss (nats)" if losses == {"cross-entropy"} else "loss")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return [picture]
 
