@@ -324,7 +324,7 @@ WRONG = [
     ("certify --epochs 3", "Unknown option: --epochs. It is for the commands demo, train."),
     ("certify --limit 3 --config", "--config requires an argument"),
     ("train --weights random --strategy gutout --gutout-layer zzz", "no layer `zzz`; e.g. `stages.2"),
-    ("certify --threat-space native --patch 29px", "^patchproof: an image has 28×28 pixels: a 29×29 .*, or leave it"),
+    ("certify --threat-space native --patch 29px", "a 29×29 patch does not fit a 28×28 image; .*, or leave out test/"),
     ("predict file --patch 29px", "^patchproof: a 29×29 patch does not fit a 28×28 image"),
     ("certify --model net.py", "net.py is a file: name the function in it .*, e.g. net.py:build"),
     ("certify --model tf_efficientnet_lite0 --weights zoo2", "unknown weights 'zoo2' .*`zoo`, a hub id"),
@@ -707,8 +707,9 @@ def test_results_as_json_quiet_and_with_a_traceback(photos, checkpoint, capsys):
     for words in (["report", "r", "--images", "0"], ["ls", "datasets"], ["ls", "models", "resnet18*"], ["doctor"]):
         assert run([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
-    with pytest.raises(pp.InputError, match="already holds a run"):
-        certify(*common, "--debug")
+    assert certify(*common, "--debug") == 2
+    assert "Traceback" in (said := capsys.readouterr().err)
+    assert "patchproof: r already holds a run; continue it with --resume" in said
 
 
 def test_predict_reads_an_image_from_standard_input(photos, checkpoint, capsys, monkeypatch):

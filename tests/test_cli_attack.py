@@ -137,7 +137,7 @@ def test_the_seed_and_the_plan_are_part_of_the_run(checkpoint, capsys, monkeypat
     assert_one_line(capsys.readouterr().err, "seed was 0, now 5")
     monkeypatch.setattr("patchproof.cli._runs.open_defense", lambda *_: pytest.fail("the network is loaded"))
     assert run(["certify", "--weights", str(checkpoint), "--limit", "3", "--output", "r", "--resume"]) == 1
-    assert_one_line(capsys.readouterr().err, "holds a `attack` run, this is `certify`; choose another --output")
+    assert_one_line(capsys.readouterr().err, "holds a run of `attack`, this is `certify`; choose another --output")
 
 
 def test_killed_and_cut_short_and_resumed_the_records_are_the_same_bytes(commands, checkpoint):

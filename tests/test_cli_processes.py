@@ -126,11 +126,15 @@ def test_what_every_process_notes_the_main_one_says(commands, whole):
     assert [rank.complaint.count("show nothing of the image") for rank in both] == [1, 0]
 
 
-def test_what_every_process_gets_wrong_the_main_one_says(commands, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", [("--dataset", "nowhere"), ("--masks", "2.5"), ("--defense", "alrm")])
+def test_what_every_process_gets_wrong_the_main_one_says(commands, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
-    (main, _), _store = forked(commands, 2, "--dataset", "nowhere")
+    (main, other), _store = forked(commands, 2, *words)
     assert main.wait() == 2
     assert main.complaint.count("patchproof:") == 1
+    time.sleep(0.3)
+    other.send(signal.SIGTERM)  # as the launcher does when one has failed
+    assert (other.wait(), other.complaint.count("patchproof:")) == (128 + signal.SIGTERM, 0)
 
 
 def child(parent: int, rank: int) -> int:

@@ -21,9 +21,10 @@ from PIL import Image
 
 from faults import Fault
 from patchproof.cli import run
+from patchproof.cli._runs import cost_words
 from patchproof.models import load_checkpoint
 from patchproof.report import build_report
-from patchproof.runs import has_splits
+from patchproof.runs import TrainingCost, has_splits
 from patchproof.training.search import Memory
 from test_cli import assert_one_line, content
 
@@ -67,6 +68,11 @@ def copied(finished, tmp_path) -> Path:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def test_one_step_is_no_steps():
+    words = cost_words(TrainingCost(1, 1, 0.5, 6, 1.0, 2.0, None))
+    assert words == "1 epoch, 1 step of 0.5 s, 6 images validated after each epoch: 0:00:01 to 0:00:02"
 
 
 def test_a_dry_run_times_a_few_steps_and_writes_nothing(data, capsys, monkeypatch):

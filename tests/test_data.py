@@ -311,7 +311,7 @@ def test_native_sizes_come_from_headers(tmp_path: Path) -> None:
     save(tmp_path / "a" / "2.jpg", noise(70, 60))
     (tmp_path / "a" / "3.jpg").write_bytes((tmp_path / "a" / "2.jpg").read_bytes()[:700])
     (tmp_path / "a" / "4.png").touch()
-    assert open_dataset(str(tmp_path)).native_sizes() == {(5, 7), (70, 60)}
+    assert open_dataset(str(tmp_path)).native_sizes() == {(5, 7): "a/1.png", (70, 60): "a/2.jpg"}
 
 
 @pytest.mark.parametrize(("size", "expected"), [((63, 63), True), ((64, 20), False), ((20, 64), False)])
@@ -500,7 +500,7 @@ def test_cifar_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     source = open_dataset(name, data_dir=tmp_path)
     assert (source.class_names, list(source.labels), source.split) == (("ant", "bee"), [1, 0], "test")
     assert np.array_equal(np.asarray(source.load(1)), expected[1])
-    assert (source.path(1), source.native_sizes(), source.low_resolution) == ("test/00001", {(32, 32)}, True)
+    assert (source.path(1), list(source.native_sizes()), source.low_resolution) == ("test/00001", [(32, 32)], True)
     assert len(open_dataset(name, data_dir=tmp_path, split="train")) == (2 if name == "cifar100" else 10)
     with pytest.raises(InputError, match=f"{name} has no split 'extra'; choose one of: train, test"):
         open_dataset(name, data_dir=tmp_path, split="extra")
@@ -531,7 +531,7 @@ def test_svhn_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_fashion_mini(split: str | None, count: int, digest: str) -> None:
     source = open_dataset("fashion-mini", split=split)
-    assert (len(source), source.native_sizes(), source.low_resolution) == (count, {(28, 28)}, True)
+    assert (len(source), list(source.native_sizes()), source.low_resolution) == (count, [(28, 28)], True)
     assert np.bincount(source.labels).tolist() == [count // 10] * 10
     assert set(source.labels[:200]) == set(range(10))
     assert (source.class_names[0], source.class_names[9]) == ("T-shirt/top", "Ankle boot")
@@ -587,7 +587,7 @@ def test_pictures_in_a_sequence_are_read_once_and_become_rgb() -> None:
     ]
     assert list(source.labels) == [0, 1, 2, -1, 1]
     assert source.labels[1:3] == [1, 2]
-    assert source.native_sizes() == {(8, 9)}
+    assert source.native_sizes() == {(8, 9): "00000"}
     with pytest.raises(
         BadImageError, match="cannot use image '00003': gone; repair or remove it, or pass skip_bad=True"
     ):
@@ -600,7 +600,7 @@ def test_float_tensors_reach_the_batch_as_they_are() -> None:
     source = as_source([(image, np.int64(label)) for label, image in enumerate(tensors)])
     (batch,) = iterate_batches(source, default_preprocessing(True, (6, 5)), [2, 0], batch_size=2)
     assert torch.equal(batch.images, tensors[[2, 0]].float())
-    assert (batch.labels.tolist(), source.native_sizes()) == ([2, 0], {(6, 5)})
+    assert (batch.labels.tolist(), source.native_sizes()) == ([2, 0], {(6, 5): "00000"})
     with pytest.raises(InputError, match=r"float tensors must have the input size \(7, 5\), not \(6, 5\)"):
         list(iterate_batches(source, default_preprocessing(True, (7, 5)), [0], batch_size=1))
     mixed = as_source([(tensors[0], 0), (noise(6, 5), 1), (tensors[0, :, 1:], 2)])

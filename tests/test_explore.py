@@ -358,6 +358,11 @@ def test_any_defence_can_be_explored(defense, tmp_path):
     assert "Certified as bright, margin +0.0171; the defence answers bright" in verdict(
         shown.finding, explorer.name, defense
     )
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 40)).save(tmp_path / "turned.jpg", exif=exif)
+    said = [explorer.own(place).words for place in (file, tmp_path / "turned.jpg")]
+    assert ["EXIF orientation is not applied" in words for words in said] == [False, True]
     wide = explorer.with_patch(shown, NOISE, size=1)
     assert (wide.one.rect.height, wide.one.rect.width) == (3, 7)
     if isinstance(defense, Seeing):

@@ -373,7 +373,7 @@ def test_a_flipped_bit_in_the_manifest_is_refused(job, tmp_path, survived):
             with folder.open(sound, resume=True) as stored:
                 assert {key: stored[key] for key in sound} == sound  # only the word `seal` can have been hit
         except CheckError as error:
-            refusals += "restore it from a copy, or begin again in another folder" in str(error)
+            refusals += "restore it from a copy, or begin a new run" in str(error)
     assert refusals > 290
     survived("flipped bit in a manifest", 300)
 
@@ -385,7 +385,7 @@ def test_a_half_written_manifest_is_refused_and_one_never_begun_is_written(comma
     whole = (job.whole / "manifest.json").read_bytes()
     (folder / "manifest.json").write_bytes(whole[: len(whole) // 2])
     code, complaint = commands.run(job.words(folder))
-    refused(code, complaint, r"manifest\.json is damaged .*; restore it from a copy, or begin again with another")
+    refused(code, complaint, r"manifest\.json is damaged .*; restore it from a copy, or begin a new run")
     (folder / "manifest.json").rename(folder / "manifest.json.part")  # where a kill leaves it
     finish(commands, job, folder)
     survived("half-written manifest")

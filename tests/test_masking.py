@@ -14,6 +14,7 @@ from torch import nn
 import patchproof as pp
 import reference
 from patchproof.masking import Copies, Evaluator, fill_colour, images_ahead, label_margin, network, top_two
+from patchproof.masking._memory import BYTES_PER_PIXEL
 from patchproof.models import ImageClassifier
 from patchproof.types import CheckError, InputError
 
@@ -135,6 +136,13 @@ def test_running_out_of_memory_halves_the_chunk_for_good_and_changes_no_answer(g
     assert evaluator.passes == 2 * 36
     with pytest.raises(torch.OutOfMemoryError):
         Evaluator(Camera(room=0), pp.Engine(batch_size=4)).labels(images)
+
+
+def test_on_a_cpu_which_lends_more_memory_than_it_has_the_chunk_is_halved_beforehand(generator, monkeypatch):
+    monkeypatch.setattr("patchproof.masking._memory.free_memory", lambda: 5 * BYTES_PER_PIXEL * 9 * 9)
+    images, camera = torch.rand(40, 2, 9, 9, generator=generator), Camera()
+    Evaluator(camera, pp.Engine(batch_size=64)).labels(images)
+    assert set(camera.sizes) == {4}
 
 
 class Compilable(nn.Module):

@@ -381,7 +381,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "manifest.json").write_text("[1"), r"manifest.json is damaged"),
     (lambda f: (f / "manifest.json").write_text("[1]"), r"manifest.json is damaged: no JSON object"),
     (lambda f: (f / "manifest.json").write_text('{"name": "an app"}'), r"manifest.json is not the manifest of a run"),
-    (change_a_digit, r"manifest.json is damaged: not what was written; restore it from a copy, or begin again"),
+    (change_a_digit, r"manifest.json is damaged: not what was written; restore it from a copy, or begin a new run"),
     (enlarge_the_patch, r"manifest.json is damaged: not what was written"),
     (rewrite_manifest(schema=9), r"manifest.json has schema 9, this version reads 1; make the run again with it"),
     (rewrite_manifest(identity=3), r"manifest.json is not the manifest of a run"),
@@ -569,6 +569,11 @@ def test_a_training_names_the_defence_that_validated_it_with_its_guarantee(tmp_p
     assert "double masking" not in report.html()
     assert report.html().count(">Training<") == 2  # a link, a heading
     assert all(tick == round(tick) for tick in pictures["loss"].figure.axes[0].get_xticks())
+    single = build_report([write_training(tmp_path / "margin", strategy="none", steps=1, epochs=1, loss="bagcert")])
+    axes = {picture.key: picture.figure.axes[0] for picture in single.pictures}["loss"]
+    assert axes.lines[0].get_marker() == "o", "a line of one step could not be seen"
+    assert [pictures["loss"].figure.axes[0].get_ylabel(), axes.get_ylabel()] == ["loss (nats)", "loss"]
+    assert "Training loss, n = 1 step." in single.html()
     limits = {pictures[f"validation-{name}"].figure.axes[0].get_ylim() for name in ("certified", "undefended")}
     assert len(limits) == 1
     plain = write_training(tmp_path / "plain")

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -138,19 +139,30 @@ def test_many_runs_are_compared_with_the_baseline_that_is_chosen(runs, tmp_path)
         for tables in ([table for section in few.sections for table in section.tables], few.tables)
     )
     assert (pages, files) == ({"better", "chance"}, {"better", "chance", "few"}), "14 images of 3 classes are too few"
-    with pytest.raises(InputError, match="baseline must be one of the certifications in the report"):
-        build_report(runs[:2], Options(baseline=tmp_path))
+    with pytest.raises(InputError, match=r"baseline must be the folder or name of .* plain or better, not other"):
+        build_report(runs[:2], Options(baseline=Path("other")))
+
+
+def test_runs_of_one_name_are_labelled_with_their_folders_on_one_line_which_also_name_the_baseline(runs, tmp_path):
+    for path in runs:
+        (tmp_path / f"of-{path.name}").mkdir()
+    inside = [path.rename(tmp_path / f"of-{path.name}" / "c") for path in runs]
+    report = build_report(inside, Options(baseline=Path("of-better/c")))
+    assert report.conclusion.verdict[0].endswith("the baseline of-better/c.")
+    (paired,) = (picture for picture in report.pictures if picture.key == "paired")
+    ticks = [tick.get_text() for tick in paired.figure.axes[0].get_yticklabels()]
+    assert ticks == ["of-plain/c", "of-chance/c"]
 
 
 def test_a_clear_difference_on_clean_images_is_said_beside_the_certificates(runs, tmp_path):
     worse = [replace(r, defended=bool(r.certified)) for r in random_records(300)]
     poor = write_run(tmp_path / "poor", manifest(count=300), worse)
-    for several, holm in (([poor, runs[0]], False), ([poor, runs[0], runs[2]], True)):
+    for several, corrected in (([poor, runs[0]], False), ([poor, runs[0], runs[2]], True)):
         said = [
             text for text in build_report(several).conclusion.verdict if text.startswith("Defended, on clean images")
         ]
         assert any("plain is" in text for text in said)
-        assert all(("(Holm)" in text) == holm for text in said)
+        assert all(("(Holm)" in text) == corrected for text in said)
 
 
 def test_what_a_compared_run_has_tried_is_not_recommended(runs, tmp_path):
@@ -273,7 +285,7 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
     assert "of 300 images are certified" in said
     assert "Keep" not in steps
     assert "Attack the defence" not in steps
-    with pytest.raises(InputError, match="baseline must be one of the certifications"):
+    with pytest.raises(InputError, match="baseline must be the folder or name of a certification, plain, not"):
         build_report([attack, runs[0]], Options(baseline=attack))
     again = write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))
     assert "".join(build_report([attack, again]).conclusion.verdict).count("obust accuracy is from") == 2
@@ -296,6 +308,12 @@ def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):
     assert "No run that tells the classes apart certifies clearly more images than the baseline none." in chosen.verdict
     assert "Keep none: no other certifies clearly more." in chosen.next_steps
     assert not any(text.startswith("Train the classifier") for text in chosen.next_steps)
+    remarks = {"remarks": ["random network: its weights were drawn at random"]}
+    drawn = write_run(tmp_path / "drawn", manifest(count=24, **remarks), failing(24))
+    assert not any("drawn" in step for step in build_report([drawn, none]).conclusion.next_steps)
+    shutil.copytree(tmp_path / "one", tmp_path / "same")
+    several = build_report([tmp_path / "a", tmp_path / "one", tmp_path / "same"]).conclusion.verdict
+    assert [text.split(" answers")[0] for text in several if "one class" in text] == ["one, same: the network"]
     for conclusion in (chosen, build_report([tmp_path / "one", none]).conclusion):
         assert not any("with one" in text or "Keep one" in text for text in conclusion.next_steps)
     for name, records in {"mixed": failing(24), "few": one[:9]}.items():

@@ -28,7 +28,7 @@ from patchproof.report._tables import csv_text
 from patchproof.report._training import COLUMNS, SHADE, worst_masks
 from patchproof.runs import certify, train
 from patchproof.runs._reading import StoredCertification, find_images, read_run, read_runs
-from patchproof.types import shortened_name
+from patchproof.types import InputError, shortened_name
 from run_folders import CLASSES, detection, manifest, random_records, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -176,7 +176,7 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
     photos.rename(tmp_path / "moved")
     report = build_report([tmp_path / "r"])
     page = report.html()
-    assert "The images are not there any more" in page
+    assert "The images cannot be shown: unknown dataset" in page
     assert "if they moved, give their new location as dataset or data_dir." in page
     assert {picture.key for picture in report.pictures} == {"classes", "failing-masks", "margins"}
     found = find_images(run, dataset=str(tmp_path / "moved"))
@@ -188,7 +188,10 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
     assert notice == "1 chosen image cannot be read."
     assert sum(len(cards) for _, cards in groups) == 8
     file.write_bytes(b"other bytes")
-    assert "are not those of the run (another sha256 of the listing)" in find_images(run, str(tmp_path / "moved"))
+    with pytest.raises(InputError, match=r"are not those of the run .another sha256 of the listing"):
+        find_images(run, str(tmp_path / "moved"))
+    with pytest.raises(InputError, match="unknown dataset 'nowhere'"):  # what the caller names is not lost but wrong
+        build_report([tmp_path / "r"], Options(dataset="nowhere"))
 
 
 # Strategies

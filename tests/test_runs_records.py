@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.special import bdtr, bdtrc
 
 from patchproof.data import evenly_spread
+from patchproof.machine import require_free
 from patchproof.models import sealed
 from patchproof.runs import AttackFindings, Rate, Record, RunFolder, Tally, rates, write_atomically
 from patchproof.runs._folder import checked_prefix
@@ -168,7 +169,7 @@ REFUSED = {
     r"cannot be continued: masks was \[1, 2\], now \[1\]$": (CheckError, changed(defense={"masks": [1]}), True),
     "steps was null, now 74$": (CheckError, changed(steps=74), True),
     "written with schema 1, this is 2": (CheckError, MANIFEST | {"schema": 2}, True),
-    "holds a `certify` run, this is `train`": (CheckError, MANIFEST | {"command": "train"}, True),
+    "holds a run of `certify`, this is `train`": (CheckError, MANIFEST | {"command": "train"}, True),
 }
 
 
@@ -211,7 +212,7 @@ def test_a_folder_with_other_things_in_it_is_not_claimed(tmp_path, name):
         pass
     assert (tmp_path / name).read_text() == "mine\n"
     with (
-        pytest.raises(InputError, match="cannot write to"),
+        pytest.raises(InputError, match=r"cannot create the folder .* is a file"),
         RunFolder(tmp_path / name / "run").open(MANIFEST, resume=False),
     ):
         pass
@@ -223,13 +224,17 @@ def hold(path, ready, done):
         done.wait(30)
 
 
-def test_a_second_process_on_the_same_folder_is_refused(tmp_path):
+def test_a_second_process_on_the_same_folder_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     context = multiprocessing.get_context("fork")  # a spawned one would import torch for seconds
     ready, done = context.Event(), context.Event()
     other = context.Process(target=hold, args=(tmp_path, ready, done))
     other.start()
     try:
         assert ready.wait(60)
+        for resume in (True, False):
+            with pytest.raises(CheckError, match="another process is writing"):
+                require_free(tmp_path, resume=resume)
+        monkeypatch.setattr("patchproof.runs._folder.require_free", lambda *_, **__: None)  # both looked at once
         with (
             pytest.raises(CheckError, match="another process is writing"),
             RunFolder(tmp_path).open(MANIFEST, resume=True),
@@ -238,6 +243,11 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path):
     finally:
         done.set()
         other.join()
+    with (
+        pytest.raises(CheckError, match="another process has begun a run in"),
+        RunFolder(tmp_path).open(MANIFEST, resume=False),
+    ):
+        pass
 
 
 def test_records_of_another_plan_are_refused(tmp_path):

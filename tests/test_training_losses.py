@@ -221,6 +221,12 @@ def test_impossible_losses_are_refused_and_others_described():
     ):
         with pytest.raises(InputError, match=message):
             pp.train(classifier, source(), pp.Plan(loss=loss, strategy="none"))
+    with pytest.raises(InputError, match=r"called as loss\(classifier, images, labels, progress\): too many"):
+        pp.Plan(loss=lambda classifier, images, labels: 0, strategy="none")
+    for given, kind in ((0.5, "float"), (torch.ones(12), r"torch.float32 of \(12,\)"), (torch.ones(()), "of ()")):
+        plan = pp.Plan(loss=lambda *_, given=given: given, strategy="none", epochs=1)
+        with pytest.raises(InputError, match=f"loss must return the mean over the images, .*, not .*{kind}"):
+            pp.train(classifier, source(), plan)
     assert pp.Plan(loss=hinge, strategy="none").describe()["loss"] == "hinge"
     plan = pp.Plan(validate_with="bagcer", strategy="none")
     with pytest.raises(InputError, match="unknown defence `bagcer`"):

@@ -12,13 +12,14 @@ from tempfile import TemporaryFile
 
 from patchproof.types import CheckError, InputError, is_blank
 
-BEGIN_AGAIN = "restore it from a copy, or begin again in another folder"
+BEGIN_AGAIN = "restore it from a copy, or begin a new run"
 LEFTOVERS = {".lock", "manifest.json.part"}
 """Files that a run leaves in its folder if it is killed at once."""
 
 
 def require_free(folder: Path | None, *, resume: bool) -> None:
-    """Refuse a folder that cannot be created or holds other things, or holds a run if `resume` is False."""
+    """Refuse a folder that cannot be created or holds other things, a run that another process writes, or, if `resume`
+    is False, any run."""
     if folder is None:
         if resume:
             raise InputError("resume=True continues the run in a folder; give folder=… too")
@@ -32,11 +33,28 @@ def require_free(folder: Path | None, *, resume: bool) -> None:
         raise InputError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from error
     if there is not None and not there.is_dir():
         raise InputError(f"cannot create the folder {str(folder)!r}: {there} is a file")
+    if being_written(folder):
+        raise CheckError(f"another process is writing to {folder}; wait for it, or stop it")
     if held and "manifest.json" not in held:
         raise InputError(f"{folder} holds {min(held)!r} but no manifest.json; choose another folder")
     if held and not resume:
         raise InputError(f"{folder} already holds a run; continue it with resume=True, or choose another folder")
     require_writable(there or folder, folder)
+
+
+def being_written(folder: Path) -> bool:
+    """True while a process has the run's folder open."""
+    if not (folder / ".lock").exists():  # looking must not create the file
+        return False
+    from filelock import FileLock, Timeout
+
+    try:
+        FileLock(folder / ".lock").acquire(timeout=0).lock.release()
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # no permission to lock it, or a file system without locks
+        return False
+    return False
 
 
 def require_file(path: Path) -> None:

@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import sys
+import time
+import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -30,6 +32,9 @@ from patchproof.types import InputError, PatchproofError
 from patchproof.version import __version__
 
 RESUMABLE = ("certify", "attack", "train")
+SECONDS_FOR_MAIN = 3.0
+"""Seconds that other processes wait before they fail, so that the main one reports what is wrong for all."""
+
 NAMES_OR_PATHS = ("model", "weights", "dataset", "validation", "teacher")
 GROUPS = {owner: Group(heading, sort_key=place) for place, (owner, heading) in enumerate(HEADINGS.items(), start=1)}
 
@@ -162,8 +167,12 @@ def run(tokens: Sequence[str]) -> int:
                 return code
         else:
             code, message = _complaint(error, tokens, kind)
-            if not message or "--debug" in tokens:
+            if not message:
                 raise
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(SECONDS_FOR_MAIN)  # the launcher ends this process once the main one has failed
+            if "--debug" in tokens:
+                traceback.print_exc()
     one_line = escape(" ".join(message.split()))
     Console(stderr=True, quiet=False, soft_wrap=True, highlight=False).print(f"[bold red]patchproof:[/] {one_line}")
     return code

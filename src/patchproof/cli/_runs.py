@@ -7,7 +7,6 @@ import io
 import logging
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -41,10 +40,7 @@ from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_h
 from patchproof.recipes import find_recipe, needs_training
 from patchproof.runs.executors import Executor
 from patchproof.training import Plan
-from patchproof.types import CheckError, InputError, PatchproofError, Size, visible
-
-SECONDS_FOR_MAIN = 3.0
-"""Seconds that other processes wait before they fail, so that the main one reports what is wrong for all."""
+from patchproof.types import CheckError, InputError, Size, count_words, visible
 
 PASSES_WORTH_A_WORD = 50_000
 """A run that may take more passes says at its start how long they take."""
@@ -64,12 +60,7 @@ def evaluate(settings: CertifySettings) -> int:
     """Run `certify`, or `attack` if the settings are those of an attack, and show the results."""
     attack, executor = isinstance(settings, AttackPlan), runs.launched()
     bar = RunBar(Console(stderr=True), "attack" if attack else "certify", shown=not runs.local_rank())
-    try:
-        results = certified(settings, bar)
-    except PatchproofError:
-        if executor.rank:
-            time.sleep(SECONDS_FOR_MAIN)
-        raise
+    results = certified(settings, bar)
     if executor.rank or results is None:
         return 0
     content = results.content
@@ -150,13 +141,11 @@ def show_cost(cost: Any, as_json: bool) -> None:
 def cost_words(cost: runs.Cost | runs.TrainingCost) -> str:
     times = " to ".join(dict.fromkeys((clock(cost.fewest_seconds), clock(math.ceil(cost.most_seconds)))))
     if isinstance(cost, runs.TrainingCost):
-        epochs = "1 epoch" if cost.epochs == 1 else f"{cost.epochs} epochs"
+        steps = f"{count_words(cost.epochs, 'epoch', 'epochs')}, {count_words(cost.steps, 'step', 'steps')}"
         memory = "" if cost.peak_bytes is None else f"; {cost.peak_bytes / 1e9:,.1f} GB"
-        return (
-            f"{epochs}, {cost.steps:,} steps of {cost.seconds_per_step:.2g} s, "
-            f"{cost.validation_images} images validated after each epoch: {times}{memory}"
-        )
-    images = "1 image" if cost.images == 1 else f"{cost.images:,} images"
+        validated = f"{cost.validation_images} images validated after each epoch"
+        return f"{steps} of {cost.seconds_per_step:.2g} s, {validated}: {times}{memory}"
+    images = count_words(cost.images, "image", "images")
     masks = f" with {cost.masks:,} masks" if cost.masks else ""
     passes = " to ".join(dict.fromkeys((f"{cost.fewest_passes:,}", f"{cost.most_passes:,}")))
     memory = f"{(cost.table_bytes + (cost.peak_bytes or 0)) / 1e9:,.1f} GB"
@@ -215,7 +204,9 @@ def defense_for(settings: PredictSettings, classifier: Any, bar: RunBar) -> Any:
     """The defence of the settings; if the patch is measured on the original image, one for each size of image."""
 
     def build(size: Size) -> Any:
-        return build_defense(settings, classifier, native_sizes=[size], low_resolution=runs.is_small(size))
+        return build_defense(
+            settings, classifier, native_sizes={size: "this image"}, low_resolution=runs.is_small(size)
+        )
 
     by_size = runs.with_shared_tau(build, lambda: bar.say(f"{MEASURING}, on generated images"))
     return by_size if settings.threat_space == "native" else by_size(classifier.input_size)

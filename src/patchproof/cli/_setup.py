@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,13 +92,13 @@ def open_source(settings: DataSettings) -> ImageSource:
 
 
 def build_defense(
-    settings: Any, classifier: Any, *, native_sizes: Collection[Size] = (), low_resolution: bool = False
+    settings: Any, classifier: Any, *, native_sizes: Mapping[Size, str] | None = None, low_resolution: bool = False
 ) -> Any:
     """The defence of the settings; a patch on the original image is one on images of the `native_sizes`."""
     size = classifier.input_size
     if settings.threat_space == "native":
         preprocessing = preprocessing_for(classifier, low_resolution, size)
-        threat = footprint_threat(settings.patch, native_sizes, preprocessing, patches=settings.patches)
+        threat = footprint_threat(settings.patch, native_sizes or {}, preprocessing, patches=settings.patches)
     else:
         threat = PatchThreat(size, parse_patches(settings.patch, size), settings.patches)
     options = asdict(part(settings, DEFENSES[settings.defense].options))
@@ -108,7 +108,7 @@ def build_defense(
 def open_defense(settings: CertifySettings | BenchSettings, source: ImageSource) -> Any:
     """The defended classifier for these images."""
     classifier = open_classifier(settings, source.class_names)
-    native = source.native_sizes() if settings.threat_space == "native" else ()
+    native = source.native_sizes() if settings.threat_space == "native" else None
     return build_defense(settings, classifier, native_sizes=native, low_resolution=source.low_resolution)
 
 

@@ -3,6 +3,7 @@
 from patchproof.data._decode import MAX_PIXELS as MAX_PIXELS
 from patchproof.data._decode import BadImageError as BadImageError
 from patchproof.data._decode import decode as decode
+from patchproof.data._decode import is_turned as is_turned
 from patchproof.data._decode import reading as reading
 from patchproof.data._decode import to_rgb as to_rgb
 from patchproof.data._loading import BadImage as BadImage

@@ -97,16 +97,22 @@ def _opened(file: File) -> Iterator[Image.Image]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode as `decode` does; raise ValueError if its grey levels are out of range."""
     image.load()
-    with suppress(Exception):  # tags may be damaged
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            turned = "some images have an EXIF orientation, which is not applied: they may be seen lying on their side"
-            note(turned, example=str(getattr(image, "filename", "")))
+    if is_turned(image):
+        turned = "some images have an EXIF orientation, which is not applied: they may be seen lying on their side"
+        note(turned, example=str(getattr(image, "filename", "")))
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_grey(np.asarray(image), transparent=image.info.get("transparency"))).convert("RGB")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
+
+
+def is_turned(image: Image.Image) -> bool:
+    """True if viewers turn or mirror the image, as its EXIF orientation says."""
+    with suppress(Exception):  # tags may be damaged
+        return image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    return False
 
 
 def _grey(levels: np.ndarray, *, transparent: int | None) -> UInt8[np.ndarray, "h w"]:

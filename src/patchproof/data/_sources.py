@@ -58,8 +58,8 @@ class ImageSource(Protocol):
     def load(self, index: int) -> Image.Image | Tensor:
         """Return the image in RGB, or as floats (c h w) in [0, 1] to be used unchanged; or raise a BadImageError."""
 
-    def native_sizes(self) -> set[Size]:
-        """The distinct (height, width) of the images."""
+    def native_sizes(self) -> Mapping[Size, str]:
+        """The distinct (height, width) of the images, each with the path of one."""
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         """A digest of the paths, labels, and pixels (of files, the sizes); sequences only read those at `indices`."""
@@ -86,10 +86,10 @@ class FolderSource:
     def load(self, index: int) -> Image.Image:
         return decode(self.root / self.paths[index])
 
-    def native_sizes(self) -> set[Size]:
+    def native_sizes(self) -> Mapping[Size, str]:
         """The sizes in the headers; a file without a readable header is left out, since `load` reports it."""
-        sizes = {header_size(self.root / path) for path in self.paths}
-        return {size for size in sizes if size is not None}
+        sizes = {header_size(self.root / path): path for path in reversed(self.paths)}
+        return {size: path for size, path in sizes.items() if size is not None}
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256()
@@ -210,8 +210,8 @@ class ArraySource:
     def load(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index]).convert("RGB")
 
-    def native_sizes(self) -> set[Size]:
-        return {(self.pixels.shape[1], self.pixels.shape[2])}
+    def native_sizes(self) -> Mapping[Size, str]:
+        return {(self.pixels.shape[1], self.pixels.shape[2]): self.path(0)}
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256(f"{self.pixels.shape[1:]}\n".encode())
@@ -263,8 +263,9 @@ class SequenceSource:
         with reading(self.path(index)):
             return to_rgb(image) if isinstance(image, Image.Image) else unit_floats(image)
 
-    def native_sizes(self) -> set[Size]:
-        return {size for size in map(self._size, range(len(self))) if size is not None}
+    def native_sizes(self) -> Mapping[Size, str]:
+        sizes = {self._size(index): self.path(index) for index in reversed(range(len(self)))}
+        return {size: path for size, path in sizes.items() if size is not None}
 
     def listing_sha256(self, indices: Sequence[int] | None = None) -> str:
         digest = sha256()

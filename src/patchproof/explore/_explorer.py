@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchproof.attacks import AttackPlan, GradientAttack, Misclassify, Undefended, image_generator
-from patchproof.data import BadImageError, ImageSource, decode, preprocess
+from patchproof.data import BadImageError, ImageSource, decode, is_turned, preprocess
 from patchproof.defenses import PatchCleanser, device_of
 from patchproof.explore._findings import Cell, Finding, Rounds, record_words, study, watch
 from patchproof.geometry import MaskSet, Rect, size_words
@@ -180,7 +180,10 @@ class Explorer:
     def own(self, file: Path, before: Selection | None = None) -> Selection:
         """A visitor's file, resized and cropped like the images of the run."""
         words = f"Your image {file.name}. Its label is not known, so margins are about the defended answer."
-        return self._select(self._network_input(self.picture(file), file.name), None, words, before)
+        picture = self.picture(file)
+        if is_turned(picture):
+            words += " Its EXIF orientation is not applied, so it may lie on its side, as the network sees it."
+        return self._select(self._network_input(picture, file.name), None, words, before)
 
     def _select(
         self, pixels: Tensor, label: int | None, words: str, before: Selection | None, index: int | None = None

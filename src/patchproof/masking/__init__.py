@@ -37,6 +37,7 @@ from patchproof.masking._labels import require_classes as require_classes
 from patchproof.masking._labels import require_labels as require_labels
 from patchproof.masking._labels import top_two as top_two
 from patchproof.masking._memory import default_batch as default_batch
+from patchproof.masking._memory import free_memory as free_memory
 from patchproof.masking._memory import out_of_memory as out_of_memory
 from patchproof.masking._objective import Aim as Aim
 from patchproof.masking._objective import CleanAnswers as CleanAnswers

@@ -14,7 +14,7 @@ from torch import Tensor
 from patchproof.masking._arithmetic import Network, network
 from patchproof.masking._gradient import GradientPasses, groups
 from patchproof.masking._labels import Audit, Measured, decided, label_margin, label_range, require_classes, top_two
-from patchproof.masking._memory import default_batch, out_of_memory
+from patchproof.masking._memory import first_batch, out_of_memory
 from patchproof.masking._objective import Aim, Views
 from patchproof.settings import Engine
 from patchproof.types import Classifier, InputError, Precision, TauExceededError
@@ -65,7 +65,8 @@ class Evaluator:
 
     def __init__(self, classifier: Classifier, engine: Engine, *, strict: bool = True) -> None:
         self.classifier, self.engine, self.strict = classifier, engine, strict
-        self.chunk = 0 if engine.batch_size == "auto" else engine.batch_size
+        self.chunk = 0
+        """Masked copies in one pass; 0 before the first."""
         self.audit = Audit()
         self.passes = 0
         self.measured_on: object = None
@@ -129,7 +130,7 @@ class Evaluator:
         many visible tokens share a chunk. Nothing here waits for the device.
         """
         precision = precision or self.engine.fast
-        self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
+        self.chunk = self.chunk or first_batch(self.engine.batch_size, images)
         copies = copies.to(images.device)
         count = len(copies.image)
         networks = self.networks or cache(partial(network, self.classifier))
@@ -267,7 +268,7 @@ class Evaluator:
         """
         value, gradient = images.new_full((len(images),), -torch.inf), torch.zeros_like(images)
         candidates = torch.nonzero(aim.used.any(dim=1))[:, 0]
-        self.chunk = self.chunk or default_batch((int(images.shape[2]), int(images.shape[3])), images.device)
+        self.chunk = self.chunk or first_batch(self.engine.batch_size, images)
         networks = cache(partial(network, self.classifier, precision=self.engine.fast, gradients=True))
 
         def every_group() -> None:

@@ -142,10 +142,12 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     if len(traced) > 1:
         base = next((one for one in traced if not one.run.attacks), traced[0])
         if chosen.baseline is not None:
-            named = [one for one in traced if one.run.folder.resolve() == chosen.baseline.resolve()]
+            where = chosen.baseline
+            named = [one for one in traced if one.run.name == str(where) or one.run.folder.resolve() == where.resolve()]
             if not named or named[0].run.attacks:
-                raise InputError(f"baseline must be one of the certifications in the report, not {chosen.baseline}")
-            (base,) = named
+                names = " or ".join(one.run.name for one in traced if not one.run.attacks)
+                raise InputError(f"baseline must be the folder or name of a certification, {names}, not {where}")
+            base = named[0]
         unpaired = {run.name: reason for run in certified if (reason := why_not_paired(base.run, run)) is not None}
         # Attacking a defence does not make another one: an attack is no rival, its bounds are in the conclusion.
         rivals = [run for run in certified if run is not base.run and not run.attacks]

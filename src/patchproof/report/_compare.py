@@ -27,6 +27,8 @@ PAIRED = (
     "interval and test disagree, which can happen at the limit of what n images show, the test decides."
 )
 HOLM = "Holm: p corrected for the number of rows tested together."
+LABEL = 28
+"""Letters of a label that fit beside a figure."""
 
 
 def side_by_side(
@@ -129,7 +131,8 @@ def against_baseline(base: StoredCertification, comparisons: Sequence[Comparison
     which = f"with the smallest p, from runs with {FEW_PER_CLASS} images per class or more"
     smallest = classes.excerpt([row for row in classes.rows if row[1] in counted][:SHOWN_ROWS], which)
     if several:
-        names = ["/\n".join(shortened_name(part, 28) for part in c.run.name.rsplit("/", 1)) for c in comparisons]
+        parts = [c.run.name.rsplit("/", 1) if len(c.run.name) > LABEL else [c.run.name] for c in comparisons]
+        names = ["/\n".join(shortened_name(part, LABEL) for part in label) for label in parts]
         found = [c.certified for c in comparisons]
     else:
         few = one.classes if len(one.classes) <= MOST_CLASSES else {}

@@ -28,7 +28,7 @@ from patchproof.report._counts import (
 from patchproof.report._tables import interval_words, percent
 from patchproof.report._training import validated_with
 from patchproof.runs import StoredCertification, StoredTraining, one_class_words, rates
-from patchproof.types import count_words
+from patchproof.types import count_words, shortened
 
 LEVEL = 0.05
 """Differences with a smaller p are called clear."""
@@ -212,19 +212,23 @@ def about_runs(
     `unpaired` has the reason for each run that cannot be compared.
     """
     own, single = base.run.name, {one.run.name: said for one in traced if (said := one_class_words(one.run))}
+    random = {one.run.name for one in traced if any(n.startswith("random network") for n in one.run.notices)}
+    unfit = single.keys() | random  # never recommended
     for run in (one.run for one in traced):
         yield from unfinished(run)
         if any(record.broken for record in run.attacks):
             yield f"Do not rely on {run.name}: {broken_words(run)}.", ""
-    yield from ((f"{name}: {said}.", "") for name, said in single.items())
+    for said in dict.fromkeys(single.values()):
+        alike = ", ".join(name for name in single if single[name] == said)
+        yield f"{shortened(alike, 60)}: {said}.", ""
     ordered = sorted(comparisons, key=lambda c: -c.certified.difference)
-    rated = [c for c in ordered if c.run.name not in single]  # a network with one answer is never recommended
+    rated = [c for c in ordered if c.run.name not in unfit]
     better = [c.run.name for c in rated if c.corrected["certified"] < LEVEL and c.certified.difference > 0]
     if better:
         yield f"Best against the baseline {own}: {better[0]}.", f"Go on with {better[0]}."
     elif ordered:
         apart = " that tells the classes apart" if len(rated) < len(ordered) else ""
-        step = "" if own in single else f"Keep {own}: no other certifies clearly more."
+        step = "" if own in unfit else f"Keep {own}: no other certifies clearly more."
         yield f"No run{apart} certifies clearly more images than the baseline {own}.", step
     for c in ordered[:NAMED]:
         p, both = c.corrected["certified"], (c.run.rates["certified"], base.certified)
@@ -243,7 +247,7 @@ def about_runs(
         same = "on the same images (data set, split and limit) against the same patch"
         step = f"Certify all runs {same}, so that they can be paired." if " about " in reason else ""
         yield f"{name} is not compared: {reason}.", step
-    compared = {own, *(c.run.name for c in rated)} - single.keys() or {own}
+    compared = {own, *(c.run.name for c in rated)} - unfit or {own}
     leader = max((one for one in traced if one.run.name in compared), key=lambda one: (one.certified.rate, one is base))
     attacks = [one.run for one in traced if one.run.attacks and one is not leader]
     for said, step in about_run(leader, traced):

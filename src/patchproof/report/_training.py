@@ -77,13 +77,16 @@ def trainings(runs: Sequence[StoredTraining]) -> list[Section]:
 def curves(named: Sequence[tuple[str, StoredTraining]]) -> list[Picture]:
     """The loss, and certified and undefended accuracy after each epoch."""
     learned, validated = ([(name, run) for name, run in named if getattr(run, part)] for part in ("losses", "epochs"))
-    title, pictures = f"Training loss, n = {numbers(len(run.losses) for _, run in learned)} steps", list[Picture]()
+    pictures, counted = list[Picture](), numbers(len(run.losses) for _, run in learned)
+    title = f"Training loss, n = {counted} {'step' if counted == '1' else 'steps'}"
     with drawing("loss", title, f"{title}.", height=3.0 + 0.16 * len(learned)) as (picture, axes):
         for number, (name, run) in enumerate(learned):
             groups = np.array_split(np.array(run.losses, dtype=np.float64), min(POINTS, len(run.losses)))
             means = np.array([group.mean(axis=0) for group in groups])
-            axes.plot(means[:, 0], means[:, 1], **(series_style(number) | {"marker": "none"}), label=name)
-        axes.set(xlabel="optimiser step", ylabel="loss on masked copies (nats)")
+            line = series_style(number) | ({"marker": "none"} if len(means) > 1 else {})
+            axes.plot(means[:, 0], means[:, 1], **line, label=name)
+        losses = {run.manifest["identity"]["plan"].get("loss", "cross-entropy") for _, run in learned}
+        axes.set(xlabel="optimiser step", ylabel="loss (nats)" if losses == {"cross-entropy"} else "loss")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     pictures += [picture] if learned else []
     ticks = sorted({epoch.epoch for _, run in validated for epoch in run.epochs})

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from patchproof.attacks.gradient import CANDIDATES
 from patchproof.data import as_source
 from patchproof.defenses import defense as named_defense
 from patchproof.geometry import PatchThreat, all_places, covering_masks, parse_patches
-from patchproof.masking import Copies, Engine, Evaluator, Measured, masks_for
+from patchproof.masking import Copies, Engine, Evaluator, Measured, free_memory, masks_for
 from patchproof.runs._attack import attacks_on
 from patchproof.runs._measure import engine_of, generated_images
 from patchproof.runs._train import train
@@ -130,15 +129,6 @@ def require_memory(defense: Any) -> None:
         f"{len(masks):,} masks make up to {defense.most_passes:,} masked copies of an image, whose tables take "
         f"{needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; per_axis {fits} is the most that fits"
     )
-
-
-def free_memory() -> int | None:
-    """Bytes of memory that the machine can still give; None if it does not say."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -142,6 +142,7 @@ class RunFolder:
 
         If `longer(stored manifest)` is true, the run is the stored one with more steps, and its manifest is updated.
         """
+        require_free(self.path, resume=resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             locked = FileLock(self.path / ".lock").acquire(timeout=0)
@@ -152,7 +153,8 @@ class RunFolder:
                 f"cannot write to {self.path}: {error.strerror}; free space or make it writable, or use another folder"
             ) from error
         with locked:
-            require_free(self.path, resume=resume)
+            if not resume and self.manifest_path.exists():
+                raise CheckError(f"another process has begun a run in {self.path}; choose another folder")
             if not self.manifest_path.exists():
                 write_json(self.manifest_path, sealed(manifest))
                 yield manifest
@@ -220,18 +222,6 @@ class RunFolder:
         return found
 
 
-def being_written(folder: Path) -> bool:
-    """True while a process has the run's folder open."""
-    try:
-        if (folder / ".lock").exists():  # looking must not create the file
-            FileLock(folder / ".lock").acquire(timeout=0).lock.release()
-    except Timeout:
-        return True
-    except (OSError, NotImplementedError):  # no permission to lock it, or a file system without locks
-        return False
-    return False
-
-
 def checked_prefix(
     records: Iterable[Record], indices: Sequence[int], path: Callable[[int], str], *, where: Path
 ) -> Iterator[Record]:
@@ -251,7 +241,7 @@ def checked_prefix(
 def require_command(stored: Mapping[str, Any], command: str, *, where: Path) -> None:
     """Refuse to go on with the run of another command."""
     if stored["command"] != command:
-        raise CheckError(f"{where} holds a `{stored['command']}` run, this is `{command}`; choose another folder")
+        raise CheckError(f"{where} holds a run of `{stored['command']}`, this is `{command}`; choose another folder")
 
 
 def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *, where: Path) -> None:

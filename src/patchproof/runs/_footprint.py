@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from patchproof.geometry import PatchThreat, native_threat, parse_patches, size_words
 from patchproof.runs._measure import measure_on_generated
-from patchproof.types import InputError, Preprocessing, Size
+from patchproof.types import InputError, Preprocessing, Size, visible
 
 
 def footprint_threat(
-    patch: str, native_sizes: Collection[Size], preprocessing: Preprocessing, *, patches: int = 1
+    patch: str, native_sizes: Mapping[Size, str], preprocessing: Preprocessing, *, patches: int = 1
 ) -> PatchThreat:
-    """𝓡 at the network input that contains every footprint of `patch` (`3%`, `5px`) on images of these sizes."""
+    """𝓡 at the network input that contains every footprint of `patch` (`3%`, `5px`) on images of these sizes.
+
+    `native_sizes` has an example of each, to be named if the patch does not fit it.
+    """
     if not native_sizes:
         raise InputError("no image can be read, so there is no native size to measure the patch on")
     found = []
-    for size in sorted(native_sizes):
+    for size, example in sorted(native_sizes.items()):
         sizes = parse_patches(patch, size)
         try:
             found.append(native_threat(native_size=size, patch_sizes=sizes, preprocessing=preprocessing))
         except InputError as error:
-            raise InputError(f"an image has {size_words(size)} pixels: {error}, or leave it out") from error
+            raise InputError(f"{error}, or leave out {visible(example)}") from error
     footprints = tuple(sorted({size for threat in found for size in threat.patch_sizes}))
     threat = PatchThreat(found[0].image_size, footprints, patches)
     if len({one.patch_sizes for one in found}) > 1:

@@ -21,9 +21,9 @@ from typing import Any
 
 from patchproof.data import ImageSource, open_dataset
 from patchproof.geometry import MaskSet, Rect, Rects, footprint_words, size_words, whole_size
-from patchproof.machine import BEGIN_AGAIN, require_run
+from patchproof.machine import BEGIN_AGAIN, being_written, require_run
 from patchproof.models import wordnet_words
-from patchproof.runs._folder import UNREADABLE, being_written, read_json, read_lines, read_manifest, read_results
+from patchproof.runs._folder import UNREADABLE, read_json, read_lines, read_manifest, read_results
 from patchproof.runs._manifest import SCHEMA
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, Rate, Record, Tally, rates
 from patchproof.types import (
@@ -212,7 +212,7 @@ def read_run(folder: Path | str, name: str | None = None) -> StoredRun:
         raise CheckError(f"{path} has schema {found}, this version reads {SCHEMA}; make the run again with it")
     if (folder / "spoiled.json").exists():
         reason = printable(str(read_json(folder / "spoiled.json").get("reason")))
-        raise CheckError(f"{folder} cannot be trusted: {reason}; make the run again in another folder")
+        raise CheckError(f"{folder} cannot be trusted: {reason}; make a new run")
     if command not in ("certify", "attack", "train"):
         raise InputError(f"{folder} holds a `{printable(command)}` run, not one of certify, attack or train")
     name = name or printable(Path(os.path.realpath(folder)).name)
@@ -443,7 +443,10 @@ def _seconds(cost: Any) -> float | None:
 
 
 def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | None = None) -> ImageSource | str:
-    """Open the images that were certified or validated on; return the reason if they are gone or changed."""
+    """Open the images that were certified or validated on; return the reason if they are gone or changed.
+
+    A `dataset` or `data_dir` named by the caller must lead to them.
+    """
     config, identity = run.config, run.manifest["identity"]
     name = dataset or _text(config.get("validation")) or _text(config.get("dataset"))
     own = _text(config.get("data_dir"))
@@ -458,10 +461,12 @@ def find_images(run: StoredRun, dataset: str | None = None, data_dir: Path | Non
             source = open_dataset(name, data_dir=data_dir or (Path(own) if own else None), split=split)
             if source.listing_sha256() == identity.get("validation_sha256", identity.get("data_sha256")):
                 return source
-            reasons.append(f"The images in {printable(name)} are not those of the run (another sha256 of the listing)")
+            reasons.append(f"the images in {printable(name)} are not those of the run (another sha256 of the listing)")
         except (PatchproofError, OSError) as error:
-            reasons.append(f"The images are not there any more ({printable(str(error))})")
-    return f"{reasons[0]}; if they moved, give their new location as dataset or data_dir."
+            reasons.append(printable(str(error)))
+    if dataset is not None or data_dir is not None:
+        raise InputError(reasons[0])
+    return f"The images cannot be shown: {reasons[0]}; if they moved, give their new location as dataset or data_dir."
 
 
 def find_weights(run: StoredCertification, trainings: Sequence[StoredTraining] = ()) -> Iterator[tuple[Path, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from patchproof.geometry import PatchThreat, footprint_words, patch_words, size_words
-from patchproof.runs._folder import being_written
+from patchproof.machine import being_written
 from patchproof.runs._reading import StoredCertification, StoredTraining
 from patchproof.runs._record import Tally, one_answer
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from patchproof.geometry import PatchThreat, Windows, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
 from patchproof.models import ImageClassifier, margin_bounds, passable_layers
-from patchproof.types import InputError
+from patchproof.types import InputError, kind_of
 
 Images = Float[Tensor, "b c h w"]
 Labels = Int64[Tensor, " b"]
@@ -59,6 +59,11 @@ class StepLoss(nn.Module):
         # Compilation would take a number for a constant and begin anew in every step.
         done: Any = progress if loss is self.loss else torch.full((), progress, device=images.device)
         mean = loss(self.classifier, images, labels, done)
+        if not (isinstance(mean, Tensor) and mean.ndim == 0 and mean.requires_grad):
+            raise InputError(
+                "loss must return the mean over the images, a tensor of shape () with a gradient, e.g. "
+                f"functional.cross_entropy(classifier(images), labels), not {kind_of(mean)}"
+            )
         return mean, mean.detach().expand(keep.shape[:2])
 
 

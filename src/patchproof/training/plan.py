@@ -42,13 +42,11 @@ class Plan(TrainingSettings):
         if isinstance(self.strategy, str):
             strategy_entry(self.strategy)  # refuses an unknown name
         else:
-            try:
-                inspect.signature(self.strategy).bind(None, None, None, indices=None, epoch=0)
-            except TypeError as error:
-                raise InputError(
-                    "strategy must be a pp.MaskingStrategy, called as strategy(classifier, images, labels, indices=…, "
-                    f"epoch=…): {error}"
-                ) from error
+            words = "a pp.MaskingStrategy, called as strategy(classifier, images, labels, indices=…, epoch=…)"
+            _require_call(self.strategy, f"strategy must be {words}", None, None, None, indices=None, epoch=0)
+        if not isinstance(self.loss, str):
+            words = "loss must be a callable, called as loss(classifier, images, labels, progress)"
+            _require_call(self.loss, words, None, None, None, 0.0)
         parse_patches(self.mask_patch, (224, 224))  # refused now rather than when training begins
         for option, own in STRATEGY_OPTIONS.items():
             used = isinstance(self.strategy, str) and re.fullmatch(own, self.strategy)
@@ -94,6 +92,13 @@ class Plan(TrainingSettings):
         if self.schedule == "cosine":
             return base * 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / self.epochs)))
         return base
+
+
+def _require_call(given: Any, words: str, *values: Any, **named: Any) -> None:
+    try:
+        inspect.signature(given).bind(*values, **named)
+    except TypeError as error:
+        raise InputError(f"{words}: {error}") from error
 
 
 def paper_learning_rate(architecture: str) -> float:
