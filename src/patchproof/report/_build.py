@@ -145,6 +145,8 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     if chosen.baseline is not None and len(traced) < 2:
         found = "one" if traced else "none"
         raise InputError(f"baseline needs several certifications to compare, and there is {found}")
+    if (chosen.dataset, chosen.data_dir) != (None, None) and len(traced) != 1:
+        raise InputError("dataset and data_dir are for the images of one certification; leave them out")
     if len(traced) > 1:
         base = choose_baseline(traced, chosen.baseline)
         others, twins = rivals(base.run, [one.run for one in traced if one is not base])
