@@ -55,6 +55,9 @@ def test_they_are_certified_resumed_predicted_and_explored_as_one(both, capsys):
     source.load(0).save("x.png")
     assert run(["predict", "x.png", *BOTH, "--like", "r", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forwards"] >= 9
+    capsys.readouterr()
+    assert run(["predict", "x.png", "--weights", "one,two", "--like", "r"]) == 1
+    assert "give the weights of that run, one,two with --mirror" in capsys.readouterr().err
     assert run(["predict", "x.png", "--weights", "two,one", "--mirror", "--like", "r"]) == 1
     explorer = open_explorer(Path("r"))
     assert weights_sha256(explorer.defense.classifier) == weights_sha256(both)

@@ -192,6 +192,9 @@ def test_images_that_moved_are_found_again_and_only_the_same_ones_are_shown(phot
         find_images(run, str(tmp_path / "moved"))
     with pytest.raises(InputError, match="unknown dataset 'nowhere'"):  # what the caller names is not lost but wrong
         build_report([tmp_path / "r"], Options(dataset="nowhere"))
+    shutil.copytree(tmp_path / "r", tmp_path / "again")
+    with pytest.raises(InputError, match="dataset and data_dir are for the images of one certification"):
+        build_report([tmp_path / "r", tmp_path / "again"], Options(dataset=str(tmp_path / "moved")))
 
 
 # Strategies

@@ -139,6 +139,8 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     certified, trained = read_runs(folders)
     traced = trace(certified, trained)
     subtitle, tiles = "", list[tuple[str, str, Rate]]()
+    if (chosen.dataset, chosen.data_dir) != (None, None) and len(traced) != 1:
+        raise InputError("dataset and data_dir are for the images of one certification; leave them out")
     if len(traced) > 1:
         base = next((one for one in traced if not one.run.attacks), traced[0])
         if chosen.baseline is not None:

@@ -205,9 +205,11 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     """Rebuild the defence of a certification, with its masks or options, precision and τ, on the same weights."""
     found, wanted = weights_sha256(classifier), run.weights_sha256
     if wanted is None or found != wanted:
+        named = f", {printable(run.weights)}" if run.weights else ""
+        named += " with mirror=True" if run.config.get("mirror") is True else ""
         raise CheckError(
             f"these weights are not known to be those that {run.folder} certified (sha256 {str(found)[:12]}…, not "
-            f"{str(wanted)[:12]}…); give the weights of that run{f', {printable(run.weights)}' if run.weights else ''}"
+            f"{str(wanted)[:12]}…); give the weights of that run{named}"
         )
     if run.fill is not None and tuple(run.fill) != tuple(getattr(classifier, "fill", run.fill)):
         raise CheckError(f"{run.folder} was certified with masked pixels of {run.fill}; this classifier has other ones")
