@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, token_size
+from patchproof.models._tokens import masked_tokens, token_pass, token_size
 from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_kinds, require_one_of, require_seed
 
@@ -26,7 +26,6 @@ class Wrapped:
     module: nn.Module
     fill: Any
     drop_tokens: bool
-    token_pass: TokenPass | None = None
 
     @abstractmethod
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -40,7 +39,7 @@ class Wrapped:
     def masked(self) -> Callable[[Tensor, Tensor], Tensor]:
         """(images, keep Bool "b 1 h w", True = visible) -> logits, if the network has its own way to hide pixels."""
         if self.drop_tokens:
-            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
+            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep)
         hide: Any = self.module.masked  # AttributeError if there is none
         return lambda images, keep: hide(self.prepared(images), keep)
 
@@ -56,8 +55,7 @@ class Core(Wrapped):
     masked copies. Then `fill` is prepared too."""
 
     def __init__(self, outer: Wrapped, module: nn.Module, prepare: Callable[[Tensor], Tensor], fill: Any) -> None:
-        self.module, self.prepare, self.fill = module, prepare, fill
-        self.drop_tokens, self.token_pass = outer.drop_tokens, outer.token_pass
+        self.module, self.prepare, self.fill, self.drop_tokens = module, prepare, fill, outer.drop_tokens
 
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         return self.prepare(images)
@@ -160,14 +158,12 @@ class ImageClassifier(Wrapped, nn.Module):
             shape = len(self.shift), *self.input_size
             twin = self._twins[dtype, compiled] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and twin.network is not None:
-                # dynamic: for any number of images and tokens
-                twin.token_pass = torch.compile(partial(token_pass, twin.network), dynamic=True)
+                passes: Any = torch.compile(partial(token_pass, twin.network), dynamic=True)
+                twin.network.token_pass = passes  # dynamic: for any number of images and tokens
         network = twin.following(self.module)
         if network is None:
             return None
-        found = Core(self, network, lambda images: self.prepared(images).to(dtype), self.fill)
-        found.token_pass = twin.token_pass
-        return found
+        return Core(self, network, lambda images: self.prepared(images).to(dtype), self.fill)
 
     def refresh(self) -> None:
         """Make the fast copies of `lowered` take over the weights at their next use, however they were changed."""
