@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,11 @@ def classifier_of(run: StoredCertification, model: str | None, weights: str | No
         own = None if run.config.get("model") else architecture_of(name)
         return load_classifier(model or own or recorded, name, num_classes=classes, **options)
 
-    def places(name: str | None) -> list[str]:
-        return [str(place) for place, _ in find_weights(replace(run, weights=name)) if place.exists()]
-
-    candidates = [weights] if weights else places(run.weights)
-    if not weights and "," in (run.weights or ""):  # the weights of an ensemble, each found on its own
-        members = [places(name) for name in weight_names(str(run.weights))]
-        candidates = [",".join(found[0] for found in members)] if all(members) else []
-    if not weights and run.weights:
-        candidates.append(run.weights)
-    for name in dict.fromkeys(candidates):
+    candidates, own = [weights], weight_names(run.weights) if run.weights else [None]
+    if not weights:  # those of an ensemble are each found on their own
+        places = [[str(p) for p, _ in find_weights(replace(run, weights=name)) if p.exists()] for name in own]
+        candidates = [*map(",".join, product(*places)), run.weights]
+    for name in filter(None, dict.fromkeys(candidates)):
         try:
             classifier = assembled(name, load, mirror=run.config.get("mirror") is True)
         except PatchproofError as error:

@@ -63,7 +63,8 @@ class Network:
         if not (prepare and only_prepares(outer)):
             return lambda rows, keep: self(images[rows], keep)
         with self._arithmetic(images), explained(images):
-            inner, ready = replace(self, classifier=Core(outer, fill_colour(outer, images))), outer.prepared(images)
+            fill, ready = outer.prepared(fill_colour(outer, images)[None])[0], outer.prepared(images)
+        inner = replace(self, classifier=Core(outer, outer.module, lambda images: images, fill))
         return lambda rows, keep: inner(ready[rows], keep)
 
     @contextmanager

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchproof.masking._arithmetic import Network, network
-from patchproof.masking._gradient import GradientPasses, groups
+from patchproof.masking._gradient import groups, pixel_gradients
 from patchproof.masking._labels import Audit, Measured, decided, label_margin, label_range, require_classes, top_two
 from patchproof.masking._memory import first_batch, out_of_memory
 from patchproof.masking._objective import Aim, Views
@@ -196,9 +196,7 @@ class Evaluator:
             margins = [gap if labels is None else label_margin(logits, labels[rows]) for labels in asked]
             return torch.stack([label.float(), gap, *margins], dim=1)  # labels below 2²⁴ are exact
 
-        steps: list[tuple[Precision, float]] = [("fp32", 0.0)]
-        if self.engine.fast != "fp32":
-            steps = self.measured.steps
+        steps: list[tuple[Precision, float]] = [("fp32", 0.0)] if self.engine.fast == "fp32" else self.measured.steps
         left = torch.arange(count)
         earlier: list[tuple[Precision, Tensor, Tensor]] = []  # precision, labels and margins of the copies left
         for precision, tau in steps:
@@ -206,14 +204,11 @@ class Evaluator:
             values = self.evaluate(images, keep, copies, partial(read, asked), precision=precision).T.cpu()
             found[:, left] = values[:3]
             passes[left] += 1
+            done = decided(values[1 if settle else 2].abs(), tau)
             if precision == "fp32":
-                done = torch.ones_like(left, dtype=torch.bool)
-            else:
-                done = decided(values[1 if settle else 2].abs(), tau)
+                done = torch.ones_like(done)
             if earlier:
-                changes = {
-                    step: (gap - now)[done].abs() for (step, _, gap), now in zip(earlier, values[3:], strict=True)
-                }
+                changes = {s: (gap - now)[done].abs() for (s, _, gap), now in zip(earlier, values[3:], strict=True)}
                 self._check_changes(copies.image.cpu()[done], precision, changes)
             if bool(done.all()):
                 break
@@ -270,12 +265,23 @@ class Evaluator:
         candidates = torch.nonzero(aim.used.any(dim=1))[:, 0]
         self.chunk = self.chunk or first_batch(self.engine.batch_size, images)
         networks = cache(partial(network, self.classifier, precision=self.engine.fast, gradients=True))
+        exact, compiled = self.engine.fast == "fp32", self.engine.compile is True
 
         def every_group() -> None:
             size = max(1, self.chunk // 4)  # activations are kept for the gradient
-            passes = GradientPasses(networks, views, self.engine, size, fixed=self.fixed(images))
+
+            def forward(copies: Tensor, view: Tensor) -> Tensor:
+                count, keep = len(copies), views.shown(view)
+                if self.fixed(images):  # a quarter, a half or the whole of the largest size
+                    shape = next(shape for part in (4, 2, 1) if (shape := max(1, size // part)) >= count)
+                    again = torch.full((shape - count,), count - 1, device=copies.device)
+                    copies, keep = torch.cat([copies, copies[again].detach()]), torch.cat([keep, keep[again]])
+                whole = compiled and copies.requires_grad and len(copies) == size
+                return networks(compiled=whole)(copies, keep)[:count]
+
             for rows in candidates.split_with_sizes(groups(aim.passes[candidates].tolist(), size)):
-                value[rows], gradient[rows] = passes.gradient(images[rows], labels[rows], aim[rows], loss)
+                some = images[rows], labels[rows], aim[rows]
+                value[rows], gradient[rows] = pixel_gradients(forward, *some, loss, size=size, exact=exact)
 
         with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # the same patch on every run
             self.within_memory(every_group)

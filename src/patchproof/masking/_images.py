@@ -90,7 +90,7 @@ def images_ahead(
 
 def fill_colour(classifier: Classifier, images: Tensor) -> Float[Tensor, "c 1 1"]:
     """Return the colour of a masked pixel: the classifier's `fill`, or mid-grey if it has none."""
-    if isinstance(classifier, Core):
+    if isinstance(classifier, Core) and isinstance(classifier.fill, Tensor):
         return classifier.fill
     channels = images.shape[1]
     values = mask_colour(classifier) or (0.5,) * channels

@@ -43,7 +43,8 @@ class Interval(NamedTuple):
         return Interval(self.middle, self.radius + by.view(*by.shape, *[1] * (self.radius.ndim - 2)))
 
     def passed(self, layer: nn.Module, *, rounding: bool, padding: Any = None) -> Interval:
-        """The interval of the layer's outputs; a convolution pads by its own padding, or by this one.
+        """The interval of the layer's outputs; a convolution pads by its own padding, or by this one. An
+        ImageClassifier stands for its normalisation alone.
 
         For rounding: each output sums `terms` products, `norm` is their Σ|w| and `offset` the size of what is added.
         """
@@ -68,7 +69,7 @@ class Interval(NamedTuple):
             terms, norm, offset = weight[0].numel(), weight.abs().flatten(1).sum(dim=1), bias.abs()
         else:  # a normalisation, (x − centre)·scale + shift
             norms, dtype = cast(Any, layer), self.middle.dtype
-            if isinstance(layer, Normalisation):
+            if isinstance(layer, ImageClassifier):
                 centre, scale = norms.mean.to(dtype), 1 / norms.std.to(dtype)
             else:
                 centre, scale = norms.running_mean.to(dtype), (norms.running_var.to(dtype) + norms.eps).rsqrt()
@@ -122,7 +123,7 @@ class Reached:
 
     def passed(self, layer: nn.Module, *, rounding: bool) -> Reached | Interval:
         """The intervals of the layer's outputs, on whole maps if patches reach most cells or the layer needs them."""
-        if isinstance(layer, nn.ReLU | nn.BatchNorm2d | Normalisation):
+        if isinstance(layer, nn.ReLU | nn.BatchNorm2d | ImageClassifier):
             clean, part = (x.passed(layer, rounding=rounding) for x in (self.clean, self.part))
             return replace(self, clean=clean, part=part)
         if not isinstance(layer, nn.Conv2d) or isinstance(layer.padding, str):
@@ -215,7 +216,7 @@ def _layers(network: nn.Module) -> Iterator[nn.Module]:
     if "forward" in vars(network):
         raise InputError(f"interval bounds cannot see what a {name} with a `forward` of its own does; remove it")
     if type(network) is ImageClassifier:
-        yield Normalisation(network)
+        yield network  # its normalisation
         yield from _layers(network.module)
     elif isinstance(network, nn.Sequential) and type(network).forward is nn.Sequential.forward:
         for part in network:
@@ -231,14 +232,6 @@ def _layers(network: nn.Module) -> Iterator[nn.Module]:
         )
     elif not isinstance(network, nn.Identity):
         yield network
-
-
-class Normalisation(nn.Module):
-    """The step (x − mean) / std of a classifier, as a layer."""
-
-    def __init__(self, classifier: ImageClassifier) -> None:
-        super().__init__()
-        self.mean, self.std = classifier.mean, classifier.std
 
 
 def _interval(lower: Tensor, upper: Tensor, *, rounding: bool) -> Interval:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from patchproof.models._tokens import TokenPass, masked_tokens, token_pass, token_size
+from patchproof.models._tokens import masked_tokens, token_pass, token_size
 from patchproof.models._twin import Twin, structure_of
 from patchproof.types import Classifier, InputError, Interpolation, Size, require_kinds, require_one_of, require_seed
 
@@ -26,7 +26,6 @@ class Wrapped:
     module: nn.Module
     fill: Any
     drop_tokens: bool
-    token_pass: TokenPass | None = None
 
     @abstractmethod
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -40,7 +39,7 @@ class Wrapped:
     def masked(self) -> Callable[[Tensor, Tensor], Tensor]:
         """(images, keep Bool "b 1 h w", True = visible) -> logits, if the network has its own way to hide pixels."""
         if self.drop_tokens:
-            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep, self.token_pass)
+            return lambda images, keep: masked_tokens(self.module, self.prepared(images), keep)
         hide: Any = self.module.masked  # AttributeError if there is none
         return lambda images, keep: hide(self.prepared(images), keep)
 
@@ -52,14 +51,14 @@ class Wrapped:
 
 
 class Core(Wrapped):
-    """The network of a classifier, for images and a mask colour prepared once for all masked copies."""
+    """A classifier as `module` computes it from images prepared otherwise: in another float type, or once for all
+    masked copies. Then `fill` is prepared too."""
 
-    def __init__(self, outer: Wrapped, fill: Float[Tensor, "c 1 1"]) -> None:
-        self.module, self.drop_tokens, self.token_pass = outer.module, outer.drop_tokens, outer.token_pass
-        self.fill = outer.prepared(fill[None])[0]
+    def __init__(self, outer: Wrapped, module: nn.Module, prepare: Callable[[Tensor], Tensor], fill: Any) -> None:
+        self.module, self.prepare, self.fill, self.drop_tokens = module, prepare, fill, outer.drop_tokens
 
     def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        return images
+        return self.prepare(images)
 
     __call__ = Wrapped.forward
 
@@ -149,7 +148,7 @@ class ImageClassifier(Wrapped, nn.Module):
         """(size, stride, offset) in pixels: cell (r, q) sees rows offset + r·stride … + size − 1; columns likewise."""
         return self.module.receptive_field  # type: ignore[return-value]
 
-    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Lowered | None:
+    def lowered(self, dtype: torch.dtype, *, compiled: bool = False) -> Core | None:
         """F computed in `dtype`: images are normalised in float32, then a fast copy that follows the weights runs.
 
         None if the network cannot be converted; autocast may still run it.
@@ -159,10 +158,12 @@ class ImageClassifier(Wrapped, nn.Module):
             shape = len(self.shift), *self.input_size
             twin = self._twins[dtype, compiled] = Twin.of(self.module, dtype, input_shape=shape, compiled=compiled)
             if self.drop_tokens and compiled and twin.network is not None:
-                # dynamic: for any number of images and tokens
-                twin.token_pass = torch.compile(partial(token_pass, twin.network), dynamic=True)
+                passes: Any = torch.compile(partial(token_pass, twin.network), dynamic=True)
+                twin.network.token_pass = passes  # dynamic: for any number of images and tokens
         network = twin.following(self.module)
-        return None if network is None else Lowered(self, network, dtype, twin.token_pass)
+        if network is None:
+            return None
+        return Core(self, network, lambda images: self.prepared(images).to(dtype), self.fill)
 
     def refresh(self) -> None:
         """Make the fast copies of `lowered` take over the weights at their next use, however they were changed."""
@@ -174,24 +175,9 @@ class ImageClassifier(Wrapped, nn.Module):
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]
 
 
-class Lowered(Wrapped):
-    """A classifier computed by `module`, a copy of its network in `dtype`."""
-
-    def __init__(
-        self, classifier: ImageClassifier, module: nn.Module, dtype: torch.dtype, token_pass: TokenPass | None
-    ) -> None:
-        self.original, self.module, self.dtype, self.token_pass = classifier, module, dtype, token_pass
-        self.fill, self.drop_tokens = classifier.fill, classifier.drop_tokens
-
-    def prepared(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        return self.original.prepared(images).to(self.dtype)
-
-    __call__ = Wrapped.forward
-
-
 def only_prepares(classifier: Any) -> bool:
     """True if a `Core` can take its place: a classifier of these types without hooks or methods of its own."""
-    if type(classifier) not in (ImageClassifier, Lowered):
+    if type(classifier) not in (ImageClassifier, Core):
         return False
     added = ("_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl", "forward", "prepared")
     return not any(vars(classifier).get(name) for name in added)

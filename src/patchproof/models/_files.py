@@ -173,7 +173,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(content: Mapping[str, Any]) -> bool:
-    """True if the content matches its checksum, or has none, as in older files."""
+    """True if the content matches its checksum, or has none."""
     return SEAL not in content or content[SEAL] == sealed(content)[SEAL]
 
 
@@ -255,7 +255,7 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def read_weights(folder: Path, record: Mapping[str, Any]) -> State:
-    """Read the tensors of a checkpoint if the file is the one that was saved. Older checkpoints have no checksum."""
+    """Read the tensors of a checkpoint if the file is the one that was saved, as far as the record says."""
     if "sha256" in record and record["sha256"] != file_sha256(folder / WEIGHTS):
         raise InputError(f"{folder / WEIGHTS} is damaged: not the file that was saved; take another checkpoint")
     return read_state(folder / WEIGHTS)
@@ -282,9 +282,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
         raise InputError(f"{path} has schema {schema!r:.60}, this version reads {SCHEMA}; update patchproof")
-    filled = {"fill": record.get("mean"), "drop_tokens": False, "class_names": None, **record}  # missing in older files
     for name, example in _EXAMPLES.items():
-        value = filled.get(name)
+        value = record.get(name)
         if not _alike(value, example) and not (name == "class_names" and value is None):
             raise damaged(f"{name} should look like {example!r}, got {value!r:.60}")
     if record["num_classes"] > MOST_CLASSES:
@@ -294,7 +293,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise damaged(f"{reserved.pop()} among its model_args")
     if not is_whole(record):
         raise damaged("not what was saved", ", or remove its `seal` if you changed it")
-    return filled
+    return record
 
 
 _EXAMPLES: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from patchproof.types import InputError, Size
 
 SMALLEST_GROUP = 32
 """Smaller groups join the images with more visible tokens: one larger pass is faster than two small ones."""
-
-TokenPass = Callable[[Tensor, Tensor | None], Tensor]
-"""(tokens, seen) -> logits: `token_pass` of some network, which may be compiled."""
 
 
 def token_size(module: Any) -> Size:
@@ -36,7 +33,7 @@ def token_size(module: Any) -> Size:
 def token_pass(
     vit: Any, tokens: Float[Tensor, "b t d"], seen: Bool[Tensor, "b 1 1 t"] | None = None
 ) -> Float[Tensor, "b classes"]:
-    """Logits from embedded tokens; no token attends to one that is not `seen`."""
+    """Logits from embedded tokens; no token attends to one that is not `seen`. A network may have a compiled one."""
     if seen is None:
         tokens = vit.blocks(tokens)
     else:
@@ -46,7 +43,7 @@ def token_pass(
 
 
 def masked_tokens(
-    vit: Any, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"], passed: TokenPass | None = None
+    vit: Any, images: Float[Tensor, "b c h w"], keep: Bool[Tensor, "b 1 h w"]
 ) -> Float[Tensor, "b classes"]:
     """Logits from the visible tokens alone: those entirely hidden are dropped after they got their position.
 
@@ -64,6 +61,7 @@ def masked_tokens(
     lengths, sizes = torch.stack(counts.unique(return_counts=True)).tolist()
     # A head that pools counts every token that it is given, so its groups are not joined.
     least = SMALLEST_GROUP if vit.global_pool == "token" and vit.attn_pool is None else 1
+    passed: Any = getattr(vit, "token_pass", partial(token_pass, vit))
     logits = []
     begin, end, shortest = 0, 0, lengths[0]
     for longest, size in zip(lengths, sizes, strict=True):
@@ -77,6 +75,6 @@ def masked_tokens(
         seen = None
         if shortest < longest:
             seen = (torch.arange(longest, device=images.device) < counts[rows, None])[:, None, None]
-        logits.append(token_pass(vit, shown, seen) if passed is None else passed(shown, seen))
+        logits.append(passed(shown, seen))
         begin = end
     return torch.cat(logits)[fewest_first.argsort()]

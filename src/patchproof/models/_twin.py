@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchproof.models._tokens import TokenPass
-
 Fingerprint = tuple[tuple[int, int], ...]
 Structure = tuple[tuple[int, str, int], ...]
 
@@ -46,8 +44,6 @@ class Twin:
     """True if these convolutions do the work of the batch normalisations, except the shift."""
     mine: dict[str, nn.Module] = field(default_factory=dict, repr=False)
     """The copy's modules by the names they have in the original."""
-    token_pass: TokenPass | None = field(default=None, repr=False)
-    """The compiled pass over the visible tokens, for a transformer that drops the others."""
     seen: Fingerprint | None = field(default=None, repr=False)
 
     @classmethod

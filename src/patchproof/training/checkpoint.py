@@ -73,33 +73,31 @@ def load_training(folder: Path, trainer: Trainer) -> Mapping[str, Any] | None:
             raise ValueError(f"{STATE} was changed since it was written")
         if file_sha256(place / TENSORS) != state["sha256"]:
             raise ValueError("its tensors are damaged")
-        _restore(trainer, state, safetensors.torch.load_file(place / TENSORS))
+        tensors = safetensors.torch.load_file(place / TENSORS)
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+        trainer.classifier.load_state_dict(under("model/"))
+        for name, parameter in _trained(trainer).items():
+            found = under(f"optimizer/{name}/")
+            restored = {k: v.to("cpu" if k == "step" else parameter.device) for k, v in found.items()}
+            trainer.optimizer.optimizer.state[parameter] = restored
+        if trainer.average is not None:
+            for name, value in under("average/").items():
+                trainer.average[name].copy_(value)
+        if state["scaler"] is not None and trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(state["scaler"])
+        remembered = under("strategy/") | state["strategy"]
+        if remembered:
+            trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
+        trainer.step = int(state["step"])
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckError(
             f"the checkpoint {place} is damaged ({error}); remove it to begin again, or start a new run from the "
             "weights of checkpoint-best"
         ) from error
     return state["notes"]
-
-
-def _restore(trainer: Trainer, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    def under(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-    trainer.classifier.load_state_dict(under("model/"))
-    for name, parameter in _trained(trainer).items():
-        found = under(f"optimizer/{name}/")
-        restored = {k: v.to("cpu" if k == "step" else parameter.device) for k, v in found.items()}
-        trainer.optimizer.optimizer.state[parameter] = restored
-    if trainer.average is not None:
-        for name, value in under("average/").items():
-            trainer.average[name].copy_(value)
-    if state["scaler"] is not None and trainer.accelerator.scaler is not None:
-        trainer.accelerator.scaler.load_state_dict(state["scaler"])
-    remembered = under("strategy/") | state["strategy"]
-    if remembered:
-        trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
-    trainer.step = int(state["step"])
 
 
 def _trained(trainer: Trainer) -> dict[str, nn.Parameter]:

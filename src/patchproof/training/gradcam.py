@@ -83,21 +83,17 @@ def named_layer(classifier: Any, name: str) -> nn.Module:
 
 
 def salient_layer(classifier: nn.Module, probe: Float[Tensor, "1 c h w"]) -> nn.Module:
-    """Return the default layer for Grad-CAM; it is found once by a pass with `probe`, and then remembered."""
+    """Return the default layer for Grad-CAM; it is found once by a pass with `probe`, and then remembered.
+
+    Without a ViT's tokens, it is the last module that returns a map of more than one position, unless tokens are
+    computed after it. Tokens in the head do not count, because a head may flatten the map in order to pool it.
+    """
     for module in classifier.modules():  # a ViT knows the grid of its tokens
         grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)
         if grid is not None and hasattr(getattr(module, "blocks", [None])[-1], "norm1"):
             return module.blocks[-1].norm1  # type: ignore[index, return-value, union-attr]
-    if classifier not in _SALIENT_LAYERS:
-        _SALIENT_LAYERS[classifier] = _last_feature_map(classifier, probe)
-    return classifier.get_submodule(_SALIENT_LAYERS[classifier])
-
-
-def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
-    """Name of the last module that returns a map of more than one position, unless tokens are computed after it.
-
-    Tokens in the head do not count, because a head may flatten the map in order to pool it.
-    """
+    if classifier in _SALIENT_LAYERS:
+        return classifier.get_submodule(_SALIENT_LAYERS[classifier])
     seen: list[str] = []
 
     def note(name: str, module: nn.Module, _inputs: object, output: object) -> None:
@@ -118,7 +114,8 @@ def _last_feature_map(classifier: nn.Module, probe: Tensor) -> str:
     if not seen:
         name = getattr(classifier, "architecture", type(classifier).__name__)
         raise InputError(f"{name} has no feature map that Grad-CAM could look at; pass `layer`, or train without it")
-    return seen[-1]
+    _SALIENT_LAYERS[classifier] = seen[-1]
+    return classifier.get_submodule(seen[-1])
 
 
 def _as_grid(classifier: nn.Module, values: Tensor, size: Size) -> Float[Tensor, "b c gh gw"]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -166,20 +167,14 @@ class Trainer:
 
     def _batches(self, epoch: int, *, skip: int) -> Iterator[Batch]:
         """Yield this process's share of each batch of the epoch, from batch `skip` on."""
-        generator = torch.Generator().manual_seed(_mixed(self.plan.seed, epoch, 1))
-        order = torch.randperm(len(self.data.indices), generator=generator)
-        batches = order[: self.steps_per_epoch * self.plan.batch_size].split(self.plan.batch_size)
+        data, size = self.data, self.plan.batch_size
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = torch.cat([batch[rank::world] for batch in batches[skip:]])
-        return iterate_batches(
-            self.data.source,
-            self.data.preprocessing,
-            [self.data.indices[i] for i in mine.tolist()],
-            batch_size=self.plan.batch_size // world,
-            workers=self.data.workers,
-            skip_bad=self.data.skip_bad,
-            kept=self.decoded,
-        )
+        generator = torch.Generator().manual_seed(_mixed(self.plan.seed, epoch, 1))
+        order = torch.randperm(len(data.indices), generator=generator)
+        batches = order[: self.steps_per_epoch * size].split(size)[skip:]
+        mine = [data.indices[i] for i in torch.cat([batch[rank::world] for batch in batches]).tolist()]
+        options = {"batch_size": size // world, "workers": data.workers, "skip_bad": data.skip_bad}
+        return iterate_batches(data.source, data.preprocessing, mine, kept=self.decoded, **options)
 
     def _train_on(self, batch: Batch, images: Tensor, epoch: int) -> StepReport:
         started = time.perf_counter()
@@ -210,16 +205,23 @@ class Trainer:
             before = _moment(images.device)
             keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
             after = _moment(images.device)
-            loss, losses = self._update(images, labels, keep, rate)
+            loss, losses = self._update(images, labels, keep, rate)  # waits for the device, and so for both moments
+            searched = before.elapsed_time(after) / 1000 if images.is_cuda else after - before
             if hasattr(self.strategy, "observe"):
                 self.strategy.observe(losses, indices=indices)
             if shared:  # give all processes the same memory
                 states = gather_object([state_of(self.strategy)])
                 self.strategy.load_state_dict(merged(remembered, states))  # type: ignore[attr-defined]
-        self._update_average()
+        if self.average is not None:
+            decay = min(self.plan.ema, (1 + self.step) / (10 + self.step))
+            state = self.classifier.state_dict()
+            moving = [name for name, value in state.items() if value.is_floating_point()]
+            # One call for all weights, because single launches would take longer than the work.
+            torch._foreach_lerp_([self.average[name] for name in moving], [state[name] for name in moving], 1 - decay)
+            for name in state.keys() - moving:
+                self.average[name].copy_(state[name])
         self.step += 1
-        seconds = time.perf_counter() - started
-        return StepReport(self.step, epoch, loss, rate, len(images), seconds, _seconds_between(before, after))
+        return StepReport(self.step, epoch, loss, rate, len(images), time.perf_counter() - started, searched)
 
     def _update(
         self, images: Tensor, labels: Tensor, keep: Tensor, rate: float
@@ -260,32 +262,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return mean, torch.cat(losses, dim=1)
 
-    def _update_average(self) -> None:
-        if self.average is None:
-            return
-        decay = min(self.plan.ema, (1 + self.step) / (10 + self.step))
-        state = self.classifier.state_dict()
-        moving = [name for name, value in state.items() if value.is_floating_point()]
-        # One call for all weights, because single launches would take longer than the work.
-        torch._foreach_lerp_([self.average[name] for name in moving], [state[name] for name in moving], 1 - decay)
-        for name in state.keys() - moving:
-            self.average[name].copy_(state[name])
 
-
-def _moment(device: torch.device) -> float | torch.cuda.Event:
+def _moment(device: torch.device) -> Any:
     """The current time on the device, recorded without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _seconds_between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
-    if isinstance(before, float) or isinstance(after, float):
-        return after - before  # type: ignore[operator]
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
 
 
 def _mixed(*numbers: int) -> int:

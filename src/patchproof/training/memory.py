@@ -49,26 +49,27 @@ def merged(before: Any, after: Sequence[Any], *, name: str = "state") -> Any:
             if not removed:
                 found[key] = merged(old.get(key), having, name=f"{name}.{key}")
         return found
+    agreed = True
     if isinstance(before, Tensor) and all(isinstance(value, Tensor) for value in after):
-        before, *after = _grown([before, *after])
+        every = before, *after
+        if all(v.is_floating_point() and v.ndim and len(v) >= len(before) for v in every):
+            rows = max(map(len, every))
+            missing = [v.new_full((rows - len(v), *v.shape[1:]), torch.nan) for v in every]
+            before, *after = map(torch.cat, zip(every, missing, strict=True))
         if all(value.shape == before.shape for value in after):
             result, touched = before.clone(), torch.zeros_like(before, dtype=torch.bool)
             for value in after:
                 changed = ~_same(value, before)
-                _require_agreement(name, bool(_same(value, result)[changed & touched].all()))
+                agreed &= bool(_same(value, result)[changed & touched].all())
                 result[changed], touched = value[changed], touched | changed
-            return result
+            after = [result]
     new = [value for value in after if not _equal(value, before)]
-    _require_agreement(name, all(_equal(value, new[0]) for value in new))
+    if not agreed or not all(_equal(value, new[0]) for value in new):
+        raise CheckError(
+            f"two processes changed the strategy's {name} in different ways; keep what it remembers per image "
+            "(tensors by image position, or mappings by it), so that each entry is changed by one process"
+        )
     return new[0] if new else before
-
-
-def _grown(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Float tensors with NaN rows appended until all are as long as the longest; others, and shrunk ones, unchanged."""
-    if not all(v.is_floating_point() and v.ndim and len(v) >= len(tensors[0]) for v in tensors):
-        return list(tensors)
-    rows = max(map(len, tensors))
-    return [torch.cat([v, v.new_full((rows - len(v), *v.shape[1:]), torch.nan)]) for v in tensors]
 
 
 def _same(one: Tensor, other: Tensor) -> Tensor:
@@ -80,11 +81,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool(_same(one, other).all())
     return type(one) is type(other) and one == other
-
-
-def _require_agreement(name: str, agreed: bool) -> None:
-    if not agreed:
-        raise CheckError(
-            f"two processes changed the strategy's {name} in different ways; keep what it remembers per image "
-            "(tensors by image position, or mappings by it), so that each entry is changed by one process"
-        )

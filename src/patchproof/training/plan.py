@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,18 +12,11 @@ from patchproof.geometry import parse_patches
 from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
-from patchproof.training.strategies import VIEW, MaskingStrategy, strategy_entry
+from patchproof.training.strategies import MaskingStrategy, strategy_entry
 from patchproof.types import InputError
 
-STRATEGY_OPTIONS = {
-    "memory_tries": "memory",
-    "memory_refresh": "memory",
-    "views": VIEW.pattern,
-    "gutout_target": "gutout.*",
-    "gutout_layer": "gutout.*",
-    "gutout_upsampling": "gutout.*",
-}
-"""The fields of a plan that are options of a strategy, and the names of the strategies (a pattern) that use them."""
+OPTIONS = ("memory_tries", "memory_refresh", "views", "gutout_target", "gutout_layer", "gutout_upsampling")
+"""The fields of a plan that are options of some strategies, which call them by the last word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +31,16 @@ class Plan(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.strategy, str):
-            strategy_entry(self.strategy)  # refuses an unknown name
-        else:
+        used = self.strategy_options()  # refuses an unknown name
+        if not isinstance(self.strategy, str):
             words = "a pp.MaskingStrategy, called as strategy(classifier, images, labels, indices=…, epoch=…)"
             _require_call(self.strategy, f"strategy must be {words}", None, None, None, indices=None, epoch=0)
         if not isinstance(self.loss, str):
             words = "loss must be a callable, called as loss(classifier, images, labels, progress)"
             _require_call(self.loss, words, None, None, None, 0.0)
         parse_patches(self.mask_patch, (224, 224))  # refused now rather than when training begins
-        for option, own in STRATEGY_OPTIONS.items():
-            used = isinstance(self.strategy, str) and re.fullmatch(own, self.strategy)
-            if not used and getattr(self, option) != getattr(Plan, option):
+        for option in OPTIONS:
+            if option.rpartition("_")[2] not in used and getattr(self, option) != getattr(Plan, option):
                 given = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
                 raise InputError(
                     f"{option} cannot be set with the strategy {given}, which does not use it; leave it out"
@@ -77,10 +67,8 @@ class Plan(TrainingSettings):
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the options of a strategy that is given by name."""
-        if not isinstance(self.strategy, str):
-            return {}
-        used = [option for option, own in STRATEGY_OPTIONS.items() if re.fullmatch(own, self.strategy)]
-        values = {option.rpartition("_")[2]: getattr(self, option) for option in used}
+        known = strategy_entry(self.strategy).options if isinstance(self.strategy, str) else ()
+        values = {name: getattr(self, option) for option in OPTIONS if (name := option.rpartition("_")[2]) in known}
         return values | ({"tries": self.tries()} if "tries" in values else {})
 
     def rate(self, epoch: float) -> float:

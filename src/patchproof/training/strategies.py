@@ -58,6 +58,11 @@ class StrategyEntry:
     kind: Callable[..., search.BuiltIn]
     sets: Literal["3x3", "6x6", "both"] = "3x3"
 
+    @property
+    def options(self) -> list[str]:
+        """The names of its own options."""
+        return [name for name in inspect.signature(self.kind).parameters if name not in search.BuiltIn.__match_args__]
+
 
 VIEW = re.compile(r"(column|row|block)([1-9]\d{0,4})")
 
@@ -110,11 +115,9 @@ def masking_strategy(
     if any(m.image_size != size for m in pair):
         raise InputError(f"the masks are for images of {[m.image_size for m in pair]}, not {size}")
     sets = {"3x3": pair[:1], "6x6": pair[1:], "both": pair}[entry.sets]
-    common = search.BuiltIn.__match_args__
-    known = [option for option in inspect.signature(entry.kind).parameters if option not in common]
-    unknown = [option for option in options if option not in known]
+    unknown = [option for option in options if option not in entry.options]
     if unknown:
-        raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(known) or 'none'}")
+        raise InputError(f"`{name}` has no option `{unknown[0]}`; it has {', '.join(entry.options) or 'none'}")
     return entry.kind(sets, generator, engine or Engine(), **options)
 
 
