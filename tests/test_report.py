@@ -18,7 +18,7 @@ import pytest
 from patchproof.cli import run as command
 from patchproof.models import sealed
 from patchproof.report import Options, Report, build_report, notice_groups
-from patchproof.report._figures import COLOURS, INK, series_style
+from patchproof.report._figures import COLOURS, INK, line_picture, series_style
 from patchproof.report._tables import Column, Table, csv_text, latex, markdown
 from patchproof.runs._folder import RunFolder
 from patchproof.runs._reading import class_words, read_run, read_runs
@@ -222,6 +222,17 @@ def test_figures_have_axes_units_n_and_text_that_is_text(report):
         assert "95%" in picture.alt or "istogram" in picture.alt
         assert INK not in picture.inline
         assert picture.png.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("letters", [8, 13, 14, 15, 22, 23, 24, 26, 60, 100])
+def test_legends_fit_into_the_figure(letters):
+    words = ("39×39 px (3.0%) of masks " * 5)[:letters]
+    series = {f"{number}{words[1:]}": [Rate(5, 10), Rate(6, 10)] for number in range(3)}
+    picture = line_picture("lines", "Lines, n = 10", series, "x", "y", ticks=[1, 2])
+    assert picture.svg
+    (legend,) = picture.figure.legends
+    assert legend.get_window_extent().x0 >= 0
+    assert legend.get_window_extent().x1 <= picture.figure.bbox.x1
 
 
 def test_class_names_in_any_script_are_drawn_without_a_warning(tmp_path, recwarn):

@@ -188,6 +188,7 @@ def test_what_was_not_attacked_has_no_number(tmp_path):
     (table,), (picture,) = section.tables, section.pictures
     assert picture.svg
     assert dict(table.rows)["defended, attacked"] is dict(table.rows)["undefended"] is None
+    assert "attacked</text>" not in picture.svg  # a legend of what has no point
 
 
 def test_images_that_were_not_attacked_count_as_clean_in_the_upper_bound(tmp_path):

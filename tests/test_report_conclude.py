@@ -254,6 +254,10 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     wrong = [replace(r, undefended=r.certified, defended=r.certified) for r in failing(300)]
     steps = concluded(tmp_path / "wrong", wrong, "greedy").next_steps
     assert any("alone it gets 100 of 100 images without a certificate wrong" in text for text in steps)
+    taught = concluded(tmp_path / "taught", failing(300), "memory").next_steps
+    assert "Train longer, with more images or a larger network: masks of memory are used already." in taught
+    (one,) = build_report([write_run(tmp_path / "one", manifest(count=1), failing(1))]).conclusion.verdict[:1]
+    assert "of 1 image is certified: " in one
     few = "Collect and certify about 342 images for an interval of ±5 points (the data set has 60)."
     assert few in concluded(tmp_path / "few", failing(60)).next_steps
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
@@ -289,10 +293,26 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
         build_report([attack, runs[0]], Options(baseline=attack))
     again = write_run(tmp_path / "b", manifest(count=300, command="attack"), attacked_records(300))
     assert "".join(build_report([attack, again]).conclusion.verdict).count("obust accuracy is from") == 2
+    both = build_report([attack, again])
+    assert both.conclusion.verdict[0].startswith("attack: ")
+    assert all(text.startswith(("attack: ", "b: ")) for text in both.conclusion.verdict)
+    assert all(text.startswith("attack: ") for text in both.conclusion.next_steps)
+    with pytest.raises(InputError, match="name of a certification, of which there is none, not"):
+        build_report([attack, again], Options(baseline=attack))
+    empty = write_run(tmp_path / "empty", manifest(count=300, command="attack"), [])
+    begun = build_report([empty, runs[0]])
+    assert begun.title == "1 certification and 1 attack side by side"
+    assert begun.conclusion.verdict[0].startswith("plain: ")
     other = manifest(count=300, **{"identity.weights_sha256": "bb"})
     rival = build_report([write_run(tmp_path / "other", other, random_records(300, seed=1)), runs[0], attack])
     (table,) = (table for table in rival.tables if table.key == "paired")
     assert {row[0] for row in table.rows} == {"plain"}
+
+
+def test_a_baseline_without_records_is_not_mixed_with_itself(runs, tmp_path):
+    none = write_run(tmp_path / "none", manifest(count=300), [])
+    report = build_report([none, runs[0]])
+    assert [notice["run"] for notice in report.notices if notice["text"].startswith("mixed")] == ["plain"]
 
 
 def test_a_network_that_answers_one_class_is_told_to_learn_first(tmp_path):

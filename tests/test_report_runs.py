@@ -364,6 +364,9 @@ def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
     assert ", guarantee recovery, 3×3 masks, patch 5×5 px (3.2%), " in shown.notes[0]
     report = build_report([one.run.folder for one in runs])
     assert [t.columns for t in report.tables if t.key == "runs"] == [complete.columns]
+    (section,) = (section for section in report.sections if section.key == "runs")
+    assert "tables/runs.csv" in "".join(section.words)
+    assert {"split", "date", "commit", "sha256 of the weights"} <= {column.name for column in complete.columns}
 
 
 def test_a_few_images_of_many_classes_have_no_table_by_class_and_no_footnote_about_strategies(tmp_path):

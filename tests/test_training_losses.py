@@ -228,9 +228,24 @@ def test_impossible_losses_are_refused_and_others_described():
         with pytest.raises(InputError, match=f"loss must return the mean over the images, .*, not .*{kind}"):
             pp.train(classifier, source(), plan)
     assert pp.Plan(loss=hinge, strategy="none").describe()["loss"] == "hinge"
+    pp.Plan(loss=min, strategy="none")  # has no signature to look at
     plan = pp.Plan(validate_with="bagcer", strategy="none")
     with pytest.raises(InputError, match="unknown defence `bagcer`"):
         pp.train(classifier, source(), plan, validation=source())
+
+
+def test_settings_of_losses_that_would_give_nan_are_refused():
+    classifier = load_classifier("bagnet5", "random", num_classes=3, input_size=(16, 16))
+    for settings, message in (
+        ({"begin": 0.0, "full": 0.0}, "begin must be less than full, where the ramp is complete, not 0.0 of 0.0"),
+        ({"width": 0.0}, "sharpness and width must be above 0 and ramp from 0 to 1, not 10.0, 0.0 and 0.8"),
+        ({"sharpness": 0.0}, "sharpness and width must be above 0"),
+        ({"ramp": 1.5}, "ramp from 0 to 1, not 10.0, 0.1 and 1.5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            BagCertLoss.of(classifier, THREAT, **settings)
+    with pytest.raises(InputError, match=r"plain must be less than warm, .*, not 0\.5 of 0\.5"):
+        IntervalLoss(THREAT, plain=0.5, warm=0.5)
 
 
 def test_a_run_with_a_loss_of_progress_cannot_be_extended(tmp_path):

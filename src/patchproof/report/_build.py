@@ -131,6 +131,11 @@ def notice_groups(notices: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     return groups
 
 
+def is_attack(run: StoredCertification) -> bool:
+    """True for a run of `attack`, also before its first record."""
+    return run.manifest["command"] == "attack"
+
+
 def build_report(folders: Sequence[Path | str], options: Options | None = None) -> Report:
     """One certification in depth, or several side by side, and trainings with their curves."""
     chosen, unpaired = options or Options(), dict[str, str]()
@@ -142,22 +147,24 @@ def build_report(folders: Sequence[Path | str], options: Options | None = None) 
     if (chosen.dataset, chosen.data_dir) != (None, None) and len(traced) != 1:
         raise InputError("dataset and data_dir are for the images of one certification; leave them out")
     if len(traced) > 1:
-        base = next((one for one in traced if not one.run.attacks), traced[0])
+        claims = [one for one in traced if not is_attack(one.run)]
+        base = claims[0] if claims else traced[0]
         if chosen.baseline is not None:
             where = chosen.baseline
             named = [one for one in traced if one.run.name == str(where) or one.run.folder.resolve() == where.resolve()]
-            if not named or named[0].run.attacks:
-                names = " or ".join(one.run.name for one in traced if not one.run.attacks)
+            if not named or named[0] not in claims:
+                names = " or ".join(one.run.name for one in claims) or "of which there is none"
                 raise InputError(f"baseline must be the folder or name of a certification, {names}, not {where}")
             base = named[0]
-        unpaired = {run.name: reason for run in certified if (reason := why_not_paired(base.run, run)) is not None}
+        others = [run for run in certified if run is not base.run]
+        unpaired = {run.name: reason for run in others if (reason := why_not_paired(base.run, run)) is not None}
         # Attacking a defence does not make another one: an attack is no rival, its bounds are in the conclusion.
-        rivals = [run for run in certified if run is not base.run and not run.attacks]
+        rivals = [run for run in others if not is_attack(run)]
         comparisons = compare(base.run, *(run for run in rivals if run.name not in unpaired))
         sections = side_by_side(traced, base.run, comparisons)
         reasons = {run.name: unpaired[run.name] for run in rivals if run.name in unpaired}
         conclusion = conclude(about_runs(traced, base, comparisons, reasons), certified)
-        attacks = sum(bool(run.attacks) for run in certified)
+        attacks = sum(map(is_attack, certified))
         kinds = [(len(certified) - attacks, "certification", "certifications"), (attacks, "attack", "attacks")]
         title = f"{' and '.join(count_words(*kind) for kind in kinds if kind[0])} side by side"
         subtitle = f"With {count_words(len(trained), 'training run', 'training runs')}" if trained else ""

@@ -252,7 +252,8 @@ def attacked(every: Sequence[StoredCertification], cards: Sequence[Cards] = ()) 
             notes.append(f"{run.name}: {some}; the others count as clean.")
     if len(rows) == 1:
         rows = [{"what": what, "images": cell} for what, cell in rows[0].items() if what != "run"]
-    series = {words: [known.get(name) for known in found] for name, words in ATTACK_NAMES.items()}
+    known_of_some = {name: words for name, words in ATTACK_NAMES.items() if any(name in known for known in found)}
+    series = {words: [known.get(name) for known in found] for name, words in known_of_some.items()}
     names = [f"{shortened_name(run.name, 24)}\n({run.guarantee})" for run in runs]
     title = f"Bounds on robust accuracy, n = {numbers(len(run.attacks) for run in runs)}"
     picture = dot_picture("attacked", title, names, series, "images (%)")

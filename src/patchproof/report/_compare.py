@@ -27,6 +27,7 @@ PAIRED = (
     "interval and test disagree, which can happen at the limit of what n images show, the test decides."
 )
 HOLM = "Holm: p corrected for the number of rows tested together."
+MADE_WITH = "What each run was made with (split, date, commit, sha256 of the weights and more) is in tables/runs.csv."
 LABEL = 28
 """Letters of a label that fit beside a figure."""
 
@@ -44,7 +45,7 @@ def side_by_side(
         *(against_baseline(base, comparisons) if comparisons else []),
         Section("figures", "What changes certified accuracy", (), pictures, shown=bool(pictures)),
         *attacked([one.run for one in traced]),
-        Section("runs", "The runs", tables=[runs_table(traced).concise(elsewhere)]),
+        Section("runs", "The runs", [MADE_WITH], tables=[runs_table(traced).concise(elsewhere)]),
     ]
 
 

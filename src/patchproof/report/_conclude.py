@@ -132,7 +132,8 @@ def about_run(one: TracedRun, others: Sequence[TracedRun] = ()) -> Iterator[Said
         yield f"{single[0].upper()}{single[1:]}.", step
     patch = f"{'' if run.patches > 1 else 'patch of '}{run.patch_words}"
     promise = GUARANTEES[run.guarantee].replace("such patch", patch)
-    yield f"{percent(rate.rate)} ({interval_words(rate)}) of {rate.n:,} images are certified: {promise}.", ""
+    images = count_words(rate.n, "image is", "images are")
+    yield f"{percent(rate.rate)} ({interval_words(rate)}) of {images} certified: {promise}.", ""
     if single is not None:
         return
     width = rate.interval[1] - rate.interval[0]
@@ -196,8 +197,8 @@ def more_masks(run: StoredCertification, others: Sequence[TracedRun]) -> str:
 
 
 def better_training(one: TracedRun, others: Sequence[TracedRun]) -> str:
-    """Recommend masks of `greedy` or one of its variants, or else what is left to try."""
-    strong = [other.strategy for other in (one, *others) if (other.strategy or "").startswith("greedy")]
+    """Recommend masks of `greedy`, or what is left to try if it, a variant of it or `memory` has found the masks."""
+    strong = [name for other in (one, *others) if (name := other.strategy or "").startswith(("greedy", "memory"))]
     if strong:
         return f"Train longer, with more images or a larger network: masks of {strong[0]} are used already."
     instead = ", unless these weights already were" if one.strategy is None else f" instead of {one.strategy}"
@@ -250,8 +251,11 @@ def about_runs(
     compared = {own, *(c.run.name for c in rated)} - unfit or {own}
     leader = max((one for one in traced if one.run.name in compared), key=lambda one: (one.certified.rate, one is base))
     attacks = [one.run for one in traced if one.run.attacks and one is not leader]
+    name = "" if comparisons else f"{leader.run.name}: "  # otherwise the sentences above name it
     for said, step in about_run(leader, traced):
-        yield "" if comparisons or unpaired else said, "" if step == ATTACK and attacks else step
+        quiet = comparisons or unpaired or not said
+        settled = not step or (step == ATTACK and attacks) or step.startswith("Resume ")
+        yield "" if quiet else name + said.removeprefix(name), "" if settled else name + step
     for run in attacks:
         yield from bounds(run)
 

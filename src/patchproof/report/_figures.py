@@ -35,6 +35,9 @@ INK, GRID = "#16181d", "#8a8f98"
 WIDTH = 4.5
 """Width of a figure in inches; at this width its labels can be read on a phone."""
 
+LEGEND = 52
+"""Letters of a legend that fit into this width."""
+
 MOST_TICKS, LETTERS = 12, 44
 """Most ticks below an axis, and most letters of all of them that fit side by side."""
 
@@ -116,7 +119,8 @@ def drawing(key: str, title: str, alt: str, *, height: float = 3.1) -> Iterator[
         figure.suptitle(lines.replace("\u00a0", " "), x=0.02, ha="left")
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            columns = max(1, min(3, 64 // (max(map(len, labels)) + 6)))
+            labels = [textwrap.fill(label, LEGEND) for label in labels]
+            columns = max(1, min(3, (LEGEND + 6) // (max(map(len, labels)) + 6)))
             figure.legend(handles, labels, loc="outside lower left", ncols=columns)
 
 

@@ -129,6 +129,15 @@ class BagCertLoss:
     full: float = 0.7
     """Share of the steps after which its weight is complete."""
 
+    def __post_init__(self) -> None:
+        if not self.begin < self.full:
+            raise InputError(
+                f"begin must be less than full, where the ramp is complete, not {self.begin} of {self.full}"
+            )
+        if not (self.sharpness > 0 and self.width > 0 and 0 <= self.ramp <= 1):
+            found = f"{self.sharpness}, {self.width} and {self.ramp}"
+            raise InputError(f"sharpness and width must be above 0 and ramp from 0 to 1, not {found}")
+
     @classmethod
     def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertLoss:
         """Build the loss with its windows, which a compiled loss would otherwise compute in every step."""
@@ -178,6 +187,12 @@ class IntervalLoss:
     positions: int = 20
     plain: float = 0.1
     warm: float = 0.6
+
+    def __post_init__(self) -> None:
+        if not self.plain < self.warm:
+            raise InputError(
+                f"plain must be less than warm, where bounds are complete, not {self.plain} of {self.warm}"
+            )
 
     @classmethod
     def of(cls, classifier: ImageClassifier, threat: PatchThreat) -> IntervalLoss:

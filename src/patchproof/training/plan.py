@@ -84,7 +84,13 @@ class Plan(TrainingSettings):
 
 def _require_call(given: Any, words: str, *values: Any, **named: Any) -> None:
     try:
-        inspect.signature(given).bind(*values, **named)
+        signature = inspect.signature(given)
+    except ValueError:  # what is not written in Python need not tell its arguments
+        return
+    except TypeError as error:
+        raise InputError(f"{words}: {error}") from error
+    try:
+        signature.bind(*values, **named)
     except TypeError as error:
         raise InputError(f"{words}: {error}") from error
 
