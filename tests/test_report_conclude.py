@@ -296,7 +296,8 @@ def test_an_attack_is_no_rival_of_what_it_attacks_and_has_its_own_verdict(runs, 
     both = build_report([attack, again])
     assert both.conclusion.verdict[0].startswith("attack: ")
     assert all(text.startswith(("attack: ", "b: ")) for text in both.conclusion.verdict)
-    assert all(text.startswith("attack: ") for text in both.conclusion.next_steps)
+    assert all(text.startswith(("attack: ", "Attack harder")) for text in both.conclusion.next_steps)
+    assert "of b: more steps" in both.conclusion.next_steps[-1]
     with pytest.raises(InputError, match="name of a certification, of which there is none, not"):
         build_report([attack, again], Options(baseline=attack))
     empty = write_run(tmp_path / "empty", manifest(count=300, command="attack"), [])

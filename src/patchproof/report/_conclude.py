@@ -37,7 +37,7 @@ FEW = 10
 """Fewest images of a class for which the class is called weak."""
 
 WIDE = 0.10
-"""Widest 95% interval of a number of images that is not called small."""
+"""Widest interval that is not called wide: of 95%, or between the bounds of robust accuracy."""
 
 MORE_MASKS = {1: 6, 2: 4}
 """Masks per axis that are recommended, by the number of patches."""
@@ -110,7 +110,9 @@ def bounds(run: StoredCertification) -> Iterator[Said]:
     found = attacked_rates(run)
     if "attacked" in found:
         words = " to ".join(f"{percent(found[name].rate)} ({name})" for name in ("certified", "attacked"))
-        yield f"{run.name}: robust accuracy is from {words}, n = {found['attacked'].n:,}; {broken_words(run)}.", ""
+        far = found["attacked"].rate - found["certified"].rate > WIDE
+        step = f"Attack harder to lower the upper bound of {run.name}: more steps, restarts or places." if far else ""
+        yield f"{run.name}: robust accuracy is from {words}, n = {found['attacked'].n:,}; {broken_words(run)}.", step
 
 
 def about_run(one: TracedRun, others: Sequence[TracedRun] = ()) -> Iterator[Said]:
