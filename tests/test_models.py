@@ -202,6 +202,10 @@ def test_the_mask_colour_is_the_mean_or_what_is_asked_for(small, saved):
     save_checkpoint(small, saved)
     assert load_checkpoint(saved).fill == (0.0, 0.0, 1.0)
     assert weights_sha256(load_checkpoint(saved)) == weights_sha256(small)
+    record = json.loads((saved / "classifier.json").read_text())
+    del record["class_names"], record["seal"]  # written by hand
+    (saved / "classifier.json").write_text(json.dumps(record))
+    assert load_checkpoint(saved).class_names is None
 
 
 # Ensembles

@@ -98,12 +98,14 @@ def test_every_curve_shows_all_its_points(rebuild):
         (axes,) = picture.figure.axes
         for line, strategy in zip(*axes.get_legend_handles_labels(), strict=True):
             drawn = getattr(line, "lines", [line])[0].get_xydata()
-            for masks, value in drawn:
-                folder = RESULTS / f"imagenette/{strategy}-seed0/certify-3percent-{masks:.0f}x{masks:.0f}"
+            for across, value in drawn:
+                named = [label.get_text() for label in axes.get_xticklabels()]  # of the places 0, 1, …
+                masks = f"{across:.0f}" if picture.key == "imagenette-cost" else named[round(across)]
+                folder = RESULTS / f"imagenette/{strategy}-seed0/certify-3percent-{masks}x{masks}"
                 passes = statistics.mean(record["forwards"] for record in records(folder))
                 counted = passes if picture.key == "imagenette-cost" else share(folder, "certified")
                 assert value == pytest.approx(counted)
-                for place, (low, high) in ((masks, axes.get_xlim()), (value, axes.get_ylim())):
+                for place, (low, high) in ((across, axes.get_xlim()), (value, axes.get_ylim())):
                     assert low <= place <= high
             assert len(drawn) == sum(strategy in run.parts[-2] for run in runs)
 

@@ -293,7 +293,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise damaged(f"{reserved.pop()} among its model_args")
     if not is_whole(record):
         raise damaged("not what was saved", ", or remove its `seal` if you changed it")
-    return record
+    return {"class_names": None, **record}
 
 
 _EXAMPLES: dict[str, Any] = {
