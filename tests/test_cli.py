@@ -934,6 +934,23 @@ def test_a_factory_that_says_no_input_size_is_remarked_on_and_its_checkpoint_nam
     assert_one_line(capsys.readouterr().err, "for the factory sizeless.py:any_size; give --model=sizeless.py:any_size")
 
 
+def test_predict_like_a_run_takes_its_input_size(capsys):
+    lines = ["from torch import nn", "def any_size():"]
+    lines += ["    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 10))"]
+    Path("unsized.py").write_text("\n".join(lines))
+    named = ("--model", "unsized.py:any_size", "--weights", "random")
+    assert certify(*named, "--image-size", 28, "--limit", 1, "--output", "r") == 0
+    picture(0).save("a.png")
+    capsys.readouterr()
+    for size in ((), ("--image-size", "28x28")):
+        assert predict("a.png", *named, "--like", "r", *size) == 0
+        shown = capsys.readouterr()
+        assert "of the 28×28 network input that this image is" in " ".join(shown.out.split())
+        assert "assumed" not in shown.err
+    assert predict("a.png", *named, "--like", "r", "--image-size", 16) == 2
+    assert_one_line(capsys.readouterr().err, "r certified images of 28×28, not 16; .* leave out --image-size$")
+
+
 def test_stopped_before_anything_was_written_is_not_said_to_be_on_disk(undisturbed, capsys, monkeypatch):
     arguments, _ = undisturbed
     monkeypatch.setattr("patchproof.cli._runs.open_defense", lambda *_: signal.raise_signal(signal.SIGINT))

@@ -151,6 +151,18 @@ def test_the_histogram_of_margins_holds_every_image(tmp_path):
     assert sum(heights) == pytest.approx(100)
 
 
+@pytest.mark.parametrize("largest", [0.022, 0.0, 50.0])
+def test_no_bin_of_the_histogram_of_margins_has_both_signs(tmp_path, largest):
+    records = random_records(60)
+    records = [replace(r, certified=r.index == 0, margin=-r.index / 7 if r.index else largest) for r in records]
+    pictures = build_report([write_run(tmp_path / "r", manifest(count=60), records)]).pictures
+    (axes,) = next(p for p in pictures if p.key == "margins").figure.axes
+    for bars, signs in zip(axes.patches, ({True}, {False}), strict=True):
+        heights, edges, _ = bars.get_data()
+        assert {bool(edges[i] >= 0) for i, height in enumerate(heights) if height} == signs
+        assert sum(heights) == pytest.approx(100 * len([r for r in records if r.certified in signs]) / 60)
+
+
 # Tables and words
 
 

@@ -34,7 +34,7 @@ from patchproof.cli._show import (
 from patchproof.cli._sources import STANDARD_INPUT, in_flags, resolved
 from patchproof.data import BadImageError, decode, spread_indices
 from patchproof.defenses import DEFENSES
-from patchproof.geometry import parse_patches, patch_words, size_words
+from patchproof.geometry import parse_patches, parse_size, patch_words, size_words
 from patchproof.masking import weight_names
 from patchproof.models import EMBEDDED, architecture_of, match_labels, replace_head, rewrap
 from patchproof.recipes import find_recipe, needs_training
@@ -161,7 +161,7 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     like = None if settings.like is None else runs.read_run(settings.like)
     if not isinstance(like, runs.StoredCertification | None):
         raise InputError(f"{settings.like} is no certification; give the folder of a certify run")
-    classifier = open_classifier(settings)
+    classifier = open_classifier(settings if like is None else sized_like(like, settings))
     status = Console(stderr=True)
     bar = RunBar(status, "predict")
     defense = runs.defense_like(like, classifier) if like else defense_for(settings, classifier, bar)
@@ -189,6 +189,17 @@ def predict(images: list[Path], settings: PredictSettings) -> int:
     if good and not settings.json:
         show_predictions(good, settings, like, classifier)
     return 0 if len(good) == len(files) else 1
+
+
+def sized_like(like: runs.StoredCertification, settings: PredictSettings) -> PredictSettings:
+    """The settings with the input size of the run: its patch and its masks are for no other."""
+    size = like.image_size
+    if size is None:  # refused by `defense_like`
+        return settings
+    if settings.image_size and parse_size(settings.image_size) != size:
+        words = f"{visible(str(settings.like))} certified images of {size_words(size)}, not {settings.image_size}"
+        raise InputError(f"{words}; --like takes the settings of the run: leave out --image-size")
+    return replace(settings, like=None, image_size="x".join(map(str, size)))
 
 
 def standard_input() -> Any:

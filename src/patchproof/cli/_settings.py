@@ -144,7 +144,7 @@ class PredictSettings(CommonSettings, EngineSettings, ThreatSettings, ModelSetti
     """Classify image files, or all images below folders, with a defence, and say which answers are certified."""
 
     like: Path | None = None
-    """Folder of a certification: use its defence, masks, precision and τ, and require its weights."""
+    """Folder of a certification: use its defence, masks, input size, precision and τ, and require its weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

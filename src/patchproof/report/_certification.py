@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,7 +204,7 @@ def margins_of(run: StoredCertification) -> Section:
     if not every:
         return Section("margins", "Margins", about, tables=[table])
     # The outermost bins hold what lies beyond them, so that outliers do not squeeze the rest.
-    edges = np.histogram_bin_edges(np.clip(every, *np.percentile(every, [OUTER, 100 - OUTER])), BINS)
+    edges = bin_edges(every)
     title, alt = f"Margins, n = {n:,}", "histograms of the certified and of the other images."
     with drawing("margins", title, f"{title}: {alt}") as (picture, axes):
         for (words, values), colour, (face, hatch) in zip(known.items(), COLOURS, FILLS, strict=False):
@@ -213,6 +214,15 @@ def margins_of(run: StoredCertification) -> Section:
         axes.axvline(0, color=INK, linewidth=1, linestyle=":")
         axes.set(xlabel=f"{unit}; end bins with all beyond", ylabel=f"images (% of {n:,})", ylim=(0, None))
     return Section("margins", "Margins", about, [picture], [table])
+
+
+def bin_edges(margins: list[float]) -> np.ndarray:
+    """Edges of equal bins, none of which has margins of both signs."""
+    low, high = (float(q) for q in np.percentile(margins, [OUTER, 100 - OUTER]))
+    low, high = min(low, 0.0) if min(margins) < 0 else low, max(high, 0.0) if max(margins) >= 0 else high
+    step = max((high - low) / BINS, 1e-6 * max(-low, high)) if high > low else 1.0
+    first = min(math.floor(low / step), -1) if min(margins) < 0 else math.floor(low / step)
+    return step * np.arange(first, math.floor(high / step) + 2)
 
 
 def cost_of(run: StoredCertification) -> Section:
