@@ -949,6 +949,11 @@ def test_predict_like_a_run_takes_its_input_size(capsys):
         assert "assumed" not in shown.err
     assert predict("a.png", *named, "--like", "r", "--image-size", 16) == 2
     assert_one_line(capsys.readouterr().err, "r certified images of 28×28, not 16; .* leave out --image-size$")
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10)).eval()
+    defense = pp.defense("patchcleanser", plain, pp.PatchThreat.square(image_size=(4, 4), pixels=1), per_axis=2)
+    pp.certify(defense, [(torch.rand(3, 4, 4), 0)], folder="mine")
+    assert predict("a.png", *named, "--like", "mine") == 1
+    assert_one_line(capsys.readouterr().err, r"as that run was made from Python, predict there .*pp.predict.$")
 
 
 def test_stopped_before_anything_was_written_is_not_said_to_be_on_disk(undisturbed, capsys, monkeypatch):

@@ -207,6 +207,8 @@ def stored_defense(run: StoredCertification, classifier: Any) -> Any:
     if wanted is None or found != wanted:
         named = f", {printable(run.weights)}" if run.weights else ""
         named += " with mirror=True" if run.config.get("mirror") is True else ""
+        if not run.config:  # a plain module has another digest than the same one in an ImageClassifier
+            named += ", or, as that run was made from Python, predict there with its defence (pp.predict)"
         raise CheckError(
             f"these weights are not known to be those that {run.folder} certified (sha256 {str(found)[:12]}…, not "
             f"{str(wanted)[:12]}…); give the weights of that run{named}"
