@@ -84,13 +84,9 @@ class Plan(TrainingSettings):
 
 def _require_call(given: Any, words: str, *values: Any, **named: Any) -> None:
     try:
-        signature = inspect.signature(given)
+        inspect.signature(given).bind(*values, **named)
     except ValueError:  # what is not written in Python need not tell its arguments
         return
-    except TypeError as error:
-        raise InputError(f"{words}: {error}") from error
-    try:
-        signature.bind(*values, **named)
     except TypeError as error:
         raise InputError(f"{words}: {error}") from error
 
