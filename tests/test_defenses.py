@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import patchproof as pp
-from patchproof.defenses import Defense, assess
+from patchproof.defenses import Defense, assess, require_defense
 from patchproof.defenses._table import TABLE_CELLS
 from patchproof.runs._cost import require_memory
 from patchproof.types import CheckError, InputError
@@ -107,12 +107,20 @@ def plain(count=2, **changes):
     answer |= changes
     predictions = answer.pop("predictions")
     own = {"name": "plain", "guarantee": answer.pop("guarantee", "recovery"), "threat": THREAT, "describe": dict}
+    own |= {"assess": answer.pop("assess")} if "assess" in answer else {}
     return SimpleNamespace(**own, predict=lambda _: predictions, certify=lambda *_: pp.Certificates(**answer))
 
 
 REFUSED = {
     "answers −1: an alarm is for defences whose guarantee is detection": {"predictions": torch.tensor([0, -1])},
     "certifies a label that it does not itself answer": {"predictions": torch.tensor([0, 1])},
+    r"certifies a label that it does not itself answer$": {
+        "predictions": torch.tensor([-1, 1]),
+        "guarantee": "detection",
+    },
+    "answers −2: labels are 0 or more, an alarm −1": {"predictions": torch.tensor([0, -2]), "guarantee": "detection"},
+    "assess must return an Assessment, not tuple": {"assess": lambda *_: ()},
+    "the evidence 'votes' must be a tensor of finite numbers with 2 rows$": {"evidence": {"votes": torch.tensor(1)}},
     r"predictions must be int64 of shape \(2,\), not torch.int64 of \(3,\)": {"predictions": torch.zeros(3).long()},
     "the evidence 'votes' must be a tensor of finite numbers with 2 rows": {"evidence": {"votes": torch.ones(3)}},
     "the evidence 'votes' is a value and has parts": {
@@ -126,8 +134,25 @@ def test_results_of_a_users_defence_are_checked(message):
     images, labels = torch.zeros(2, 1, 9, 9), torch.zeros(2, dtype=torch.int64)
     assert assess(plain(), images, labels).certificates.certified.all()
     assert assess(plain(guarantee="detection", predictions=torch.tensor([0, -1])), images, labels).predictions[1] == -1
+    assert assess(plain(margin=torch.ones(2, dtype=torch.float64)), images, labels).certificates.certified.all()
     with pytest.raises(CheckError, match=message):
         assess(plain(**REFUSED[message]), images, labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"threat": (9, 9)}, r"\.threat must be a pp.PatchThreat, not tuple"),
+        ({"name": 3}, r"\.name must be text, not int"),
+        ({"engine": "fp16"}, r"\.engine must be a pp.Engine, not str"),
+    ],
+)
+def test_members_of_a_users_defence_are_checked(change, message):
+    require_defense(plain())
+    with pytest.raises(InputError, match=message):
+        require_defense(SimpleNamespace(**vars(plain()) | change))
+    with pytest.raises(InputError, match=r"must be an instance: Alarm is a class; give Alarm\(…\)"):
+        require_defense(pp.Alarm)
 
 
 PREDICT = """

@@ -78,6 +78,10 @@ def test_the_fill_is_the_classifiers_own_and_grey_without_one():
     assert fill_colour(lambda x: x, images).flatten().tolist() == [0.5, 0.5]
     with pytest.raises(ValueError, match="fill has 2 channels, the images have 1"):
         fill_colour(Camera(), images[:, :1])
+    keep = torch.zeros(1, 1, 9, 9, dtype=torch.bool)
+    assert pp.occlude(images, keep, Camera.fill)[0, :, 0, 0].tolist() == [0.25, 0.75]
+    with pytest.raises(ValueError, match="fill must be one number for each of the 2 channels"):
+        pp.occlude(images, keep, (0.5,) * 9)
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=4, max_size=4), min_size=1, max_size=5), st.integers(0, 3))

@@ -100,45 +100,62 @@ def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Ten
         found = defense.assess(images, labels)
     else:
         predictions = defense.predict(images)
-        found = Assessment(predictions, defense.certify(images, predictions.clamp(min=0) if labels is None else labels))
+        asked = predictions.clamp(min=0) if labels is None and isinstance(predictions, Tensor) else labels
+        found = Assessment(predictions, defense.certify(images, asked))
+    if not isinstance(found, Assessment):
+        raise CheckError(f"{name}.assess must return an Assessment, not {type(found).__name__}")
     predictions, proof = found.predictions, found.certificates
     if not isinstance(proof, Certificates):
         raise CheckError(f"{name}.certify must return Certificates, not {type(proof).__name__}")
     for part, values, kind in (
         ("predictions", predictions, torch.int64),
         ("certified", proof.certified, torch.bool),
-        ("margin", proof.margin, torch.float32),
+        ("margin", proof.margin, None),
         ("forwards", proof.forwards, torch.int64),
     ):
-        if not isinstance(values, Tensor) or values.shape != (count,) or values.dtype != kind:
-            expected = str(kind).removeprefix("torch.")
+        fits = isinstance(values, Tensor) and values.shape == (count,)
+        if not fits or (values.dtype != kind if kind else not values.is_floating_point()):
+            expected = str(kind or "a float").removeprefix("torch.")
             raise CheckError(f"{name}: {part} must be {expected} of shape ({count},), not {kind_of(values)}")
+    if not isinstance(proof.evidence, Mapping):
+        raise CheckError(f"{name}: evidence must map names to tensors, not {kind_of(proof.evidence)}")
     nested = {key.partition(".")[0] for key in proof.evidence if "." in key}
     if nested & proof.evidence.keys():
         raise CheckError(f"{name}: the evidence {min(nested & proof.evidence.keys())!r} is a value and has parts, too")
     for key, values in proof.evidence.items():
-        if not isinstance(values, Tensor) or len(values) != count or not bool(values.isfinite().all()):
+        if not isinstance(values, Tensor) or values.shape[:1] != (count,) or not bool(values.isfinite().all()):
             raise CheckError(f"{name}: the evidence {key!r} must be a tensor of finite numbers with {count} rows")
-    if defense.guarantee == "recovery":
-        if bool((predictions < 0).any()):
-            raise CheckError(f"{name} answers −1: an alarm is for defences whose guarantee is detection")
-        if labels is not None and bool((proof.certified & (predictions != labels)).any()):
-            raise CheckError(f"{name} certifies a label that it does not itself answer")
-    elif labels is None:
+    recovery = defense.guarantee == "recovery"
+    if bool((predictions < (0 if recovery else -1)).any()):
+        only = (
+            "an alarm is for defences whose guarantee is detection" if recovery else "labels are 0 or more, an alarm −1"
+        )
+        raise CheckError(f"{name} answers {int(predictions.min())}: {only}".replace("answers -", "answers −"))
+    if labels is None:
         return replace(found, certificates=replace(proof, certified=proof.certified & (predictions >= 0)))
+    contradicted = proof.certified & (predictions != labels) & (recovery | (predictions != -1))
+    if bool(contradicted.any()):
+        raise CheckError(f"{name} certifies a label that it does not itself answer")
     return found
 
 
 def require_defense(value: Any) -> None:
     """Refuse an object that is no defence, and name the members it lacks."""
+    name = type(value).__name__
+    if isinstance(value, type):
+        raise InputError(f"the defence must be an instance: {value.__name__} is a class; give {value.__name__}(…)")
     needed = ("name", "guarantee", "threat", "predict", "certify", "describe")
-    missing = [name for name in needed if not hasattr(value, name)]
+    missing = [member for member in needed if not hasattr(value, member)]
     if missing:
         raise InputError(
-            f"{type(value).__name__} is no defence: it lacks {', '.join(missing)}; e.g. "
-            'pp.defense("patchcleanser", classifier, threat)'
+            f'{name} is no defence: it lacks {", ".join(missing)}; e.g. pp.defense("patchcleanser", classifier, threat)'
         )
     require_one_of("guarantee", value.guarantee, get_args(Guarantee))
+    for member, kind, words in (("name", str, "text"), ("threat", PatchThreat, "a pp.PatchThreat")):
+        if not isinstance(getattr(value, member), kind):
+            raise InputError(f"{name}.{member} must be {words}, not {kind_of(getattr(value, member))}")
+    if not isinstance(getattr(value, "engine", Engine()), Engine):
+        raise InputError(f"{name}.engine must be a pp.Engine, not {kind_of(value.engine)}")
 
 
 def device_of(defense: Any) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, combinations_with_replacement, pairwise, product
+from itertools import chain, combinations, combinations_with_replacement, pairwise, product
 from math import ceil, comb, prod
 
 import numpy as np
@@ -38,6 +38,9 @@ class Uncovered:
 
     def __init__(self, missed: Sequence[tuple[Box, ...]]) -> None:
         self._missed = missed
+
+    def __repr__(self) -> str:
+        return f"Uncovered({len(self):,}{f', e.g. {next(iter(self))}' if len(self) else ''})"
 
     def __len__(self) -> int:
         total = 0
@@ -87,7 +90,12 @@ class MaskSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
-        rects = tuple(mask if isinstance(mask, Rect) else tuple(mask) for mask in self.rects)
+        rects = tuple(mask if isinstance(mask, Rect | int) else tuple(mask) for mask in self.rects)
+        for rect in chain.from_iterable(mask if type(mask) is tuple else (mask,) for mask in rects):
+            if not isinstance(rect, Rect):
+                raise InputError(
+                    f"rects holds a pp.Rect(top, left, height, width) per mask, or tuples of them, not {rect!r:.60}"
+                )
         object.__setattr__(self, "rects", rects)
         if not self.rects or not all(self.parts):
             raise InputError("a mask set needs at least one mask; build one with covering_masks(threat, per_axis=3)")

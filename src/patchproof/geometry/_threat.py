@@ -142,9 +142,11 @@ class PatchThreat:
         height, width = whole_size(self.image_size, "image_size")
         if min(height, width) < 1:
             raise InputError(f"image_size must be at least one pixel each way, not {height}×{width}")
-        given: Any = self.patch_sizes or ()
-        if not isinstance(given, Iterable) or any(isinstance(size, int) for size in given):
-            raise InputError(f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {given!r:.60}")
+        given = tuple(self.patch_sizes) if isinstance(self.patch_sizes, Iterable) else (0,)
+        if any(isinstance(size, int) for size in given):
+            raise InputError(
+                f"patch_sizes is a tuple of (height, width), e.g. ((39, 39),), not {self.patch_sizes!r:.60}"
+            )
         sizes = tuple(dict.fromkeys(whole_size(size, "a patch size") for size in given))
         if not sizes:
             raise InputError("the threat names no patch size; give at least one, e.g. patch_sizes=((39, 39),)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -39,8 +39,8 @@ def require_batch(images: Any, image_size: Size) -> None:
         )
     if images.ndim != 4 or tuple(images.shape[-2:]) != image_size:
         raise InputError(
-            "images must have the shape (images, channels, height, width) with the threat's height and width "
-            f"{image_size}, not {tuple(images.shape)}; resize or permute them, or build the threat for their size"
+            f"images must have the shape (images, channels, height, width) with height and width {image_size}, not "
+            f"{tuple(images.shape)}; resize or permute them, or build threat and masks for their size"
         )
 
 
@@ -106,10 +106,16 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 def occlude(
-    images: Float[Tensor, "*b c h w"], keep: Bool[Tensor, "*#b 1 h w"], fill: Float[Tensor, "c 1 1"]
+    images: Float[Tensor, "*b c h w"], keep: Bool[Tensor, "*#b 1 h w"], fill: Float[Tensor, "c 1 1"] | Sequence[float]
 ) -> Float[Tensor, "*b c h w"]:
-    """Return x ⊙ m. Hidden pixels are replaced, not multiplied by 0, so that even NaN in them has no effect."""
-    return torch.where(keep, images, fill)
+    """Return x ⊙ m. Hidden pixels are replaced, not multiplied by 0, so that even NaN in them has no effect.
+
+    `fill` is one number for each channel, e.g. the classifier's `fill`.
+    """
+    colour = fill if isinstance(fill, Tensor) else images.new_tensor(fill)
+    if colour.numel() != images.shape[-3]:
+        raise InputError(f"fill must be one number for each of the {images.shape[-3]} channels, not {fill!r:.60}")
+    return torch.where(keep, images, colour.view(-1, 1, 1))
 
 
 @contextmanager
