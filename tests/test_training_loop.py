@@ -298,6 +298,20 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
         load_training(tmp_path / "last", run)
 
 
+def test_an_error_of_a_users_strategy_as_it_loads_is_not_a_damaged_checkpoint(tmp_path):
+    class Forgetful(Salient):
+        def state_dict(self):
+            return {"calls": len(self.modes)}
+
+        def load_state_dict(self, state):
+            raise KeyError("misspelt")
+
+    run = trainer(dataclasses.replace(PLAN, strategy=Forgetful()))
+    save_training(tmp_path / "last", run, run.classifier, {})
+    with pytest.raises(KeyError, match="misspelt"):
+        load_training(tmp_path / "last", run)
+
+
 def test_a_save_that_fails_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     run = trainer(PLAN)
     assert load_training(tmp_path / "last", run) is None, "no checkpoint yet is a fresh start"
