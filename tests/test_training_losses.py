@@ -235,6 +235,8 @@ def test_impossible_losses_are_refused_and_others_described():
     for loss, described in (
         (hinge, "hinge"),
         (partial(hinge, margin=1), 'hinge {"margin": 1}'),
+        (IntervalLoss(THREAT), "IntervalLoss"),
+        (IntervalLoss(THREAT, positions=4), 'IntervalLoss {"positions": 4}'),
         (partial(partial(hinge, weights=torch.ones(2)), base=hinge), 'hinge {"weights": [1.0, 1.0], "base": "hinge"}'),
     ):
         assert pp.Plan(loss=loss, strategy="none").describe()["loss"] == described

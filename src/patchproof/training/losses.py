@@ -7,7 +7,7 @@ the share of the steps that are done. Its random numbers follow from the seed an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any, cast
 
@@ -108,7 +108,17 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 @dataclass(frozen=True)
-class BagCertLoss(Checked):
+class Described(Checked):
+    """Base class of losses whose settings must be equal for a training to be resumed."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are not the default."""
+        settings = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.default is not MISSING}
+        return {name: value for name, (value, default) in settings.items() if value != default}
+
+
+@dataclass(frozen=True)
+class BagCertLoss(Described):
     """BagCert's loss: a smooth max(0, target − m_c) over the classes c ≠ y, log(1 + Σ_c exp(s·(target − m_c))) / s.
 
     m_c = min over p of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, as a share of the cells, is the margin of `bagcert`'s certificate
@@ -187,7 +197,7 @@ class BagCertLoss(Checked):
 
 
 @dataclass(frozen=True)
-class IntervalLoss(Checked):
+class IntervalLoss(Described):
     """IBP's loss: cross-entropy of the worst logits that a patch at one of `positions` random locations can reach.
 
     The logits are interval bounds (Chiang et al. 2020). Training starts plain, for the share `plain` of the steps. Then
