@@ -336,7 +336,7 @@ WRONG = [
     ("certify --config none.yaml", "cannot read the configuration none.yaml"),
     ("certify --model resnett18", "unknown model 'resnett18'.*nearest: resnet18"),
     ("certify --model small --weights none.pth", "no weight file none.pth"),
-    ("certify --weights none.pth", "none.pth is no.* checkpoint folder; name the network it is for with --model"),
+    ("certify --weights none.pth", "no such weight file: none.pth"),
     ("certify --model coatnet_0_224", "coatnet_0_224 has no weights of its own: .* `random` if you mean it"),
     ("train", "no network is named to train: give --weights, .* or --model"),
     ("certify --masks 2.5", "Invalid value for --masks: it must be a whole number, not 2.5"),
@@ -517,6 +517,10 @@ def test_predict_like_a_run_has_its_defence_masks_precision_and_tau(photos, chec
 def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):
     assert run(words.split(" ")) == 0
     assert shown in " ".join(capsys.readouterr().out.split())
+    if words.startswith("ls recipes *"):
+        assert run([*words.split(" "), "--json"]) == 0
+        (recipe,) = json.loads(capsys.readouterr().out)
+        assert (recipe["first"], recipe["expected"][0]["masks"]) == ("cifar10-32px-plain", 6)
     monkeypatch.setenv("COLUMNS", "60")
     assert run(["ls", "recipes", "cifar10-32px-*"]) == 0
     assert "cifar10-32px-derandomized-smoothing " in capsys.readouterr().out, "a name can be copied"
@@ -525,7 +529,11 @@ def test_ls_shows_what_there_is(words, shown, capsys, monkeypatch):
 def test_doctor_finds_this_machine_well(capsys):
     assert run(["doctor", "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "early exit agrees" in " ".join(shown.split())
+    found = re.search(
+        r"agrees with every pair of masks on 48 images: (\d+) certified, (\d+) given", " ".join(shown.split())
+    )
+    assert found, shown
+    assert min(map(int, found.groups())) > 0, "both ways have something to disagree about"
     assert "failed" not in shown
 
 

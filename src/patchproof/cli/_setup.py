@@ -18,7 +18,7 @@ from patchproof.defenses import DEFENSES, defense
 from patchproof.geometry import PatchThreat, parse_patches, parse_size
 from patchproof.machine import require_free
 from patchproof.masking import Engine, assembled, weight_names
-from patchproof.models import EMBEDDED, ImageClassifier, architecture_of, known_weights, load_classifier
+from patchproof.models import EMBEDDED, SUFFIXES, ImageClassifier, architecture_of, known_weights, load_classifier
 from patchproof.runs import (
     choose_device,
     footprint_threat,
@@ -46,6 +46,8 @@ def named_network(settings: ModelSettings) -> tuple[str, str]:
     model = settings.model or architecture_of(str(settings.weights))
     if model is None:
         path = Path(str(settings.weights)).expanduser()
+        if not path.exists() and path.suffix.lower() in SUFFIXES:
+            raise InputError(f"no such weight file: {path}")
         if not path.exists() and len(path.parts) > 1 and not path.suffix:
             raise InputError(f"no such checkpoint folder: {path}; if it names other weights, add --model")
         last = path / "checkpoint-last"

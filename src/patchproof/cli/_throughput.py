@@ -98,7 +98,13 @@ def ours(defense: PatchCleanser, *, predict: bool = False) -> Work:
 
 
 def open_subject(
-    defense: Any, source: ImageSource, *, limit: int | None, workers: int | None, surviving: bool
+    defense: Any,
+    source: ImageSource,
+    *,
+    limit: int | None,
+    workers: int | None,
+    surviving: bool,
+    say: Callable[[str], None],
 ) -> Subject:
     """Load the images and measure τ. If the data has other classes than the network, its own answers are the labels."""
     classifier, device = defense.classifier, device_of(defense)
@@ -118,6 +124,7 @@ def open_subject(
     try:
         labels = torch.tensor(match_labels(source.class_names, classifier))[torch.cat([b.labels for b in batches])]
     except InputError:
+        say(f"{source.name} has other classes than the network, whose own answers are the labels here")
         labels = torch.cat([defense.evaluator.labels(some) for some in images.split(defense.images_at_once)])
     labels = torch.zeros_like(labels) if surviving else labels
     return Subject(defense, drift, images, labels.to(device))
@@ -143,7 +150,7 @@ def measure(
         raise InputError(f"seconds must be positive and finite, not {seconds}")
     if getattr(defense, "name", None) != PatchCleanser.name:
         raise InputError(f"bench measures {PatchCleanser.name}, not {defense.name}")
-    subject = open_subject(defense, source, limit=limit, workers=workers, surviving=surviving)
+    subject = open_subject(defense, source, limit=limit, workers=workers, surviving=surviving, say=say)
     defense, images, labels = subject.defense, subject.images, subject.labels
     classifier, masks, engine = defense.classifier, defense.masks, defense.engine
     say(f"the bare network {classifier.architecture}, {engine.batch_size} images at once")
@@ -189,6 +196,7 @@ def measure(
     return {
         "machine": {"device": device_name(images.device), "system": platform.system(), "versions": versions()},
         "model": classifier.architecture,
+        "data": source.name,
         "images": len(images),
         "masks": len(masks),
         "pairs": len(masks.unions),

