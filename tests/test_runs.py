@@ -283,7 +283,8 @@ def test_a_killed_attack_loses_one_image_on_a_gpu_too(monkeypatch):
         predict = certify = describe = lambda self, *_: {}
 
     executor = Pieces()
-    pp.attack(OnGPU(), PICTURES, executor=executor)
+    with pytest.raises(CheckError, match=r"Pieces\.run must yield the answers in the order of the pieces"):
+        pp.attack(OnGPU(), PICTURES, executor=executor)
     assert executor.count == len(PICTURES)
 
 
