@@ -263,6 +263,15 @@ def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask():
     assert len({weights_sha256(each) for each in (network, both, Mirror([network]), twice)}) == 4
     others = [Ensemble([rewrap(network, fill=fill), network]) for fill in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4))]
     assert weights_sha256(others[0]) != weights_sha256(others[1]), "another mask colour is another ensemble"
+    plain = [linear(4) for _ in range(4)]
+    for module, fill in zip(plain, (None, (0.5,) * 3, (0.1,) * 3, (0.2,) * 3), strict=True):
+        module.load_state_dict(plain[0].state_dict())
+        module.fill = fill
+    digests = [weights_sha256(Ensemble([network, module])) for module in plain]
+    assert digests[0] == digests[1], "mid-grey is the default"
+    assert len(set(digests)) == 3, "a plain module has a mask colour, too"
+    nested = [Ensemble([Ensemble([plain[number]])]) for number in (2, 3)]
+    assert weights_sha256(nested[0]) != weights_sha256(nested[1])
 
 
 @pytest.mark.parametrize(

@@ -264,8 +264,10 @@ def weights_sha256(classifier: Classifier) -> str | None:
     if getattr(classifier, "mirrored", False):
         parts.append("mirrored")
     for position, member in enumerate(members):
-        if isinstance(member, ImageClassifier) and mask_colour(member) != member.shift:
-            parts.append([position, mask_colour(member)])
+        colour = mask_colour(member)
+        default = member.shift if isinstance(member, ImageClassifier) else (0.5,) * len(colour or ())
+        if colour is not None and colour != default and not hasattr(member, "members"):  # whose digest has its colours
+            parts.append([position, colour])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
