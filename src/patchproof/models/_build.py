@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
-from patchproof.models._files import failure, first_line
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import InputError, Interpolation, Size, note
+from patchproof.types import InputError, Interpolation, Size, failure, first_line, note
 
 WORDNET_ID = re.compile(r"n\d{8}")
 

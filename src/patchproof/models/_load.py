@@ -23,7 +23,6 @@ from patchproof.models._files import (
     SUFFIXES,
     WEIGHTS,
     checkpoint_architecture,
-    first_line,
     load_state,
     matched,
     read_record,
@@ -33,7 +32,7 @@ from patchproof.models._files import (
     settled,
 )
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import CheckError, InputError, PatchproofError, Size, typed
+from patchproof.types import CheckError, InputError, PatchproofError, Size, first_line, typed
 
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 HUB_PREFIX = re.compile(r"hf[-_]hub:")
