@@ -552,6 +552,24 @@ def test_factories_make_plain_wrapped_and_timm_networks(own, tmp_path):
     assert weights_sha256(load_classifier(f"{own}:plain", str(tmp_path / "c"))) == weights_sha256(plain)
 
 
+def test_a_module_trained_from_python_is_loaded_by_its_factory(own, tmp_path):
+    """Its architecture is the name of its class, which is no model's."""
+    given = load_classifier(f"{own}:fixed", "random", input_size=(8, 8))
+    save_checkpoint(adopt(given.module, input_size=(8, 8), num_classes=4), tmp_path / "c")
+    assert checkpoint_architecture(tmp_path / "c") == type(given.module).__name__
+    loaded = load_classifier(f"{own}:fixed", tmp_path / "c")
+    assert weights_sha256(loaded) == weights_sha256(given)
+    message = r"holds weights for \w+, which is no known model; give model=file.py:function, .* \(pp.load_classifier\)"
+    for read in (load_checkpoint, lambda folder: load_classifier("small", folder)):
+        with pytest.raises(InputError, match=message):
+            read(tmp_path / "c")
+    with pytest.raises(InputError, match="wrapped gives 2 logits, but 4 classes are expected"):
+        load_classifier(f"{own}:wrapped", tmp_path / "c")
+    save_checkpoint(load_classifier("small", "random"), tmp_path / "small")
+    with pytest.raises(InputError, match="holds weights for small, but the model is"):
+        load_classifier(f"{own}:fixed", tmp_path / "small")
+
+
 def test_a_checkpoint_alone_never_runs_a_factory(own, tmp_path):
     save_checkpoint(load_classifier(f"{own}:wrapped", "random"), tmp_path / "c")
     message = r"give model=.*networks.py:wrapped to have its code run \(pp.load_classifier\)"

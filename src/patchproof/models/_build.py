@@ -34,11 +34,11 @@ def list_models(pattern: str = "") -> list[str]:
 def split_name(model: str) -> tuple[str, str]:
     """Return (architecture, tag or ""). A name that timm has deprecated becomes its successor; a factory loses its
     folder."""
+    if is_own(model) or model in NETWORKS:
+        return Path(model).name, ""
     import timm
     from timm.models import get_deprecated_models
 
-    if is_own(model) or model in NETWORKS:
-        return Path(model).name, ""
     if model.endswith(".py"):
         raise InputError(f"{model} is a file: name the function in it that returns the network too, e.g. {model}:build")
     name, _, tag = model.partition(".")
