@@ -626,8 +626,11 @@ def test_float_tensors_reach_the_batch_as_they_are() -> None:
     with pytest.raises(InputError, match=r"float tensors must have the input size \(7, 5\), not \(6, 5\)"):
         list(iterate_batches(source, default_preprocessing(True, (7, 5)), [0], batch_size=1))
     mixed = as_source([(tensors[0], 0), (noise(6, 5), 1), (tensors[0, :, 1:], 2)])
-    for pair in ([0, 1], [0, 2]):
-        with pytest.raises(InputError, match=r"different sizes or kinds cannot share a batch.*give the prep"):
+    for pair, words in (
+        ([0, 1], r"PIL images \(bytes\) and tensors .* give all PIL images or all tensors"),
+        ([0, 2], "different sizes cannot share a batch.*give the prep"),
+    ):
+        with pytest.raises(InputError, match=words):
             list(iterate_batches(mixed, SAME, pair, batch_size=2))
         assert [len(batch.images) for batch in iterate_batches(mixed, SAME, pair, batch_size=1)] == [1, 1]
 
