@@ -151,6 +151,18 @@ def test_wrong_settings_are_refused_at_construction(changes, message):
         wrap(**changes)
 
 
+def test_what_a_module_alone_has_is_missing_and_the_message_says_where_it_is():
+    classifier = wrap(linear())
+    classifier.module.features = lambda images: images
+    words = r"no attribute 'features'; its module has: classifier.module.features$"
+    with pytest.raises(AttributeError, match=words):
+        classifier.features  # noqa: B018
+    assert not hasattr(classifier, "features")
+    with pytest.raises(AttributeError, match=r"no attribute 'feature'$"):
+        classifier.feature  # noqa: B018
+    assert not hasattr(object.__new__(ImageClassifier), "features"), "not even built"
+
+
 def test_a_plain_module_is_adopted_with_its_own_pixels():
     module, x = linear(), images(2, 3, 8, 8)
     adopted = adopt(module, input_size=(8, 8), num_classes=2)

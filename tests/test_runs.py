@@ -377,6 +377,8 @@ def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     )
     assert trained.classifier is network
     assert not network.training
+    certified = pp.certify(pp.defense("patchcleanser", network, THREAT), PICTURES)
+    assert any("not held out" in remark for remark in certified.content["remarks"])
     assert seen == [1, 2, 3, 4]
     assert any(not torch.equal(before[name], value) for name, value in network.state_dict().items())
     assert trained.best["certified"]["n"] == 10

@@ -82,6 +82,38 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, name, stop):
         torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
 
 
+class Salient:
+    """Runs the classifier for itself, forward and back, and leaves everything as these passes do."""
+
+    def __init__(self) -> None:
+        self.modes: list[bool] = []
+
+    def __call__(self, classifier, images, labels, *, indices=None, epoch=0):
+        self.modes.append(any(module.training for module in classifier.modules()))
+        nn.functional.cross_entropy(classifier(images), labels).backward()
+        return torch.ones(1, len(images), 1, 28, 28, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("head_only", [False, True])
+def test_passes_of_a_users_strategy_do_not_change_the_step_and_the_resumed_run_is_the_same(tmp_path, head_only):
+    plans = [dataclasses.replace(PLAN, strategy=strategy, head_only=head_only) for strategy in ("none", Salient())]
+    plain, whole, stopped = trainer(plans[0]), trainer(plans[1]), trainer(plans[1])
+    nn.functional.cross_entropy(stopped.classifier(torch.rand(2, 3, 28, 28)), torch.tensor([0, 1])).backward()
+    stopped.classifier.load_state_dict(whole.classifier.state_dict())  # BatchNorm's statistics
+    losses = [report.loss for report in plain.run()]
+    assert [report.loss for report in whole.run()] == losses
+    steps = stopped.run()
+    begun = [next(steps).loss for _ in range(3)]
+    save_training(tmp_path / "last", stopped, stopped.classifier, {})
+    resumed = trainer(plans[1])
+    load_training(tmp_path / "last", resumed)
+    assert begun + [report.loss for report in resumed.run()] == losses
+    for run in (whole, resumed):
+        for name, value in plain.weights().items():
+            torch.testing.assert_close(run.weights()[name], value, rtol=0, atol=0)
+    assert not any(plans[1].strategy.modes), "it is always called in eval mode"
+
+
 def test_every_step_draws_numbers_of_its_own_from_the_seed():
     drawn: list[float] = []
 
@@ -233,7 +265,7 @@ def test_a_training_hands_the_network_back_thawed_and_in_eval_mode_however_it_en
 def test_a_nan_loss_stops_the_run_and_names_the_step(tmp_path):
     run = trainer(dataclasses.replace(PLAN, strategy="none", learning_rate=1e30))
     save_training(tmp_path / "last", run, run.classifier, {})
-    with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before is kept"):
+    with pytest.raises(CheckError, match=r"the loss became (nan|inf) at step \d; a checkpoint saved before, if any"):
         list(run.run())
     assert load_training(tmp_path / "last", trainer(PLAN)) is not None
 
@@ -263,6 +295,20 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     else:
         tensors.unlink()
     with pytest.raises(CheckError, match=r"the checkpoint .*last is damaged"):
+        load_training(tmp_path / "last", run)
+
+
+def test_an_error_of_a_users_strategy_as_it_loads_is_not_a_damaged_checkpoint(tmp_path):
+    class Forgetful(Salient):
+        def state_dict(self):
+            return {"calls": len(self.modes)}
+
+        def load_state_dict(self, state):
+            raise KeyError("misspelt")
+
+    run = trainer(dataclasses.replace(PLAN, strategy=Forgetful()))
+    save_training(tmp_path / "last", run, run.classifier, {})
+    with pytest.raises(KeyError, match="misspelt"):
         load_training(tmp_path / "last", run)
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -166,6 +167,10 @@ def hinge(classifier, images, labels, progress):
 seen: list[float] = []
 
 
+def views(width, classifier, images, labels, *, indices=None, epoch=0):
+    """A user's strategy."""
+
+
 def certified(classifier: ImageClassifier) -> bool:
     """By interval bounds, for a patch in the middle of every image."""
     images = next(iterate_batches(source(), Preprocessing((16, 16)), range(24), batch_size=24)).images / 255
@@ -216,7 +221,7 @@ def test_impossible_losses_are_refused_and_others_described():
         pp.Plan(loss="bagcer")
     classifier = load_classifier("small", "random", class_names=("red", "blue"), input_size=(16, 16))
     for loss, message in (
-        ("bagcert", "needs a network with local logits, e.g. bagnet5, not small"),
+        ("bagcert", "needs a network with `local_logits` and `receptive_field`, e.g. bagnet5, not small"),
         ("ibp", "SmallRes"),
     ):
         with pytest.raises(InputError, match=message):
@@ -227,7 +232,15 @@ def test_impossible_losses_are_refused_and_others_described():
         plan = pp.Plan(loss=lambda *_, given=given: given, strategy="none", epochs=1)
         with pytest.raises(InputError, match=f"loss must return the mean over the images, .*, not .*{kind}"):
             pp.train(classifier, source(), plan)
-    assert pp.Plan(loss=hinge, strategy="none").describe()["loss"] == "hinge"
+    for loss, described in (
+        (hinge, "hinge"),
+        (partial(hinge, margin=1), 'hinge {"margin": 1}'),
+        (IntervalLoss(THREAT), "IntervalLoss"),
+        (IntervalLoss(THREAT, positions=4), 'IntervalLoss {"positions": 4}'),
+        (partial(partial(hinge, weights=torch.ones(2)), base=hinge), 'hinge {"weights": [1.0, 1.0], "base": "hinge"}'),
+    ):
+        assert pp.Plan(loss=loss, strategy="none").describe()["loss"] == described
+    assert pp.Plan(strategy=partial(views, 8)).describe()["strategy"] == 'views {"0": 8}'
     pp.Plan(loss=min, strategy="none")  # has no signature to look at
     plan = pp.Plan(validate_with="bagcer", strategy="none")
     with pytest.raises(InputError, match="unknown defence `bagcer`"):
@@ -246,6 +259,34 @@ def test_settings_of_losses_that_would_give_nan_are_refused():
             BagCertLoss.of(classifier, THREAT, **settings)
     with pytest.raises(InputError, match=r"plain must be less than warm, .*, not 0\.5 of 0\.5"):
         IntervalLoss(THREAT, plain=0.5, warm=0.5)
+    with pytest.raises(InputError, match="positions must be at least 1, not 0"):
+        IntervalLoss(THREAT, positions=0)
+
+
+def test_the_bagcert_loss_of_an_own_network_is_that_by_name():
+    class Bag(nn.Module):
+        receptive_field = (3, 1, 0)
+
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.Conv2d(3, 2, 3)
+
+        def local_logits(self, images):
+            return self.cells(images)
+
+        def forward(self, images):
+            return self.local_logits(images).mean(dim=(2, 3))
+
+    weights = []
+    for by_name in (True, False):
+        with seeded(0):
+            network = Bag()
+        loss = "bagcert" if by_name else BagCertLoss.of(network, pp.PatchThreat((16, 16), ((3, 3),)))
+        pp.train(network, source(), pp.Plan(loss=loss, strategy="none", mask_patch="3px", epochs=1))
+        weights.append(network.cells.weight)
+    assert torch.equal(*weights)
+    with pytest.raises(InputError, match=r"needs a network with `local_logits` and .*, not Flatten"):
+        BagCertLoss.of(nn.Flatten(), THREAT)
 
 
 def test_a_run_with_a_loss_of_progress_cannot_be_extended(tmp_path):

@@ -80,10 +80,21 @@ def test_merging_keeps_what_no_process_changed_and_lets_tensors_grow():
 def test_state_that_a_checkpoint_could_not_restore_is_refused():
     for wrong in ({1: 2}, [torch.zeros(1)], (1, 2), NAN):
         with pytest.raises(InputError, match="the strategy's state 'seen'"):
-            state_of(SimpleNamespace(state_dict=lambda wrong=wrong: {"seen": wrong}))
-    kept = state_of(SimpleNamespace(state_dict=lambda: {"seen": torch.full((2,), NAN), "of": {"1": [2]}}))
+            state_of(SimpleNamespace(state_dict=lambda wrong=wrong: {"seen": wrong}, load_state_dict=None))
+    state = {"seen": torch.full((2,), NAN), "of": {"1": [2]}}
+    kept = state_of(SimpleNamespace(state_dict=lambda: state, load_state_dict=None))
     assert kept["of"] == {"1": [2]}
     assert state_of(lambda *_: None) == {}
+
+
+def test_a_memory_that_could_not_be_loaded_is_refused_before_the_training_begins(tmp_path):
+    class Half:
+        state_dict = WorstRemembered.state_dict
+        __call__ = WorstRemembered.__call__
+
+    with pytest.raises(InputError, match=r"state_dict\(\) but no load_state_dict\(state\), .*; add it, or remove"):
+        train(tmp_path / "run", strategy=Half())
+    assert not (tmp_path / "run").exists()
 
 
 def network() -> nn.Module:

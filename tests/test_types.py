@@ -18,6 +18,7 @@ from patchproof.attacks import AttackPlan
 from patchproof.defenses import assess
 from patchproof.masking import Engine
 from patchproof.training import Plan
+from patchproof.training.losses import BagCertLoss, IntervalLoss
 from patchproof.types import InputError, Preprocessing
 
 threat = pp.PatchThreat.square(image_size=(8, 8), pixels=2)
@@ -43,6 +44,12 @@ WRONG = {
     "pp.PatchThreat((16, 16), ((3, 3),), patches='2')": "patches must be 1 or 2, not '2'",
     "pp.native_threat(native_size=(8, 8), patch_sizes=[(2, 2)], preprocessing=None)": "must be a pp.Preprocessing, not",
     "Plan(schedule='cosin')": "schedule must be one of step, cosine, constant",
+    "Plan(loss=torch.nn.CrossEntropyLoss(), strategy='none')": "loss must be a callable, called as loss(",
+    "Plan(strategy=torch.nn.Identity())": "strategy must be a pp.MaskingStrategy, called as",
+    "IntervalLoss((8, 8))": "threat must be a pp.PatchThreat, not (8, 8)",
+    "IntervalLoss(threat, positions=2.5)": "positions must be a whole number, not 2.5",
+    "BagCertLoss.of(torch.nn.Flatten(), (8, 8))": "threat must be a pp.PatchThreat, not (8, 8)",
+    "BagCertLoss(threat)": "windows must be a patchproof.geometry",
     "Plan(ema=1.0)": "ema must be in [0, 1), e.g. 0.999, not 1.0",
     "Plan(accumulate=65)": "accumulate must be in [1, batch_size], not 65",
     "Plan(label_smoothing=float('nan'))": "label_smoothing must be in [0, 1), not nan",

@@ -170,6 +170,16 @@ class ImageClassifier(Wrapped, nn.Module):
         for twin in self._twins.values():
             twin.seen = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are missing: say where the module has them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            raise AttributeError(f"{error}; its module has: classifier.module.{name}") from None
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the fast copies: a copy of a classifier makes its own."""
         return {**super().__getstate__(), "_twins": {}}  # type: ignore[no-untyped-call]

@@ -182,6 +182,8 @@ def train(
         network.load_state_dict(trainer.weights())
         network.source = f"trained from {network.source.removeprefix('trained from ')}"
         network.history = {"trained_on": images["train"]}
+        if isinstance(getattr(classifier, "history", {}), Mapping):  # else something of the user's own
+            classifier.history = network.history  # type: ignore[assignment]
         results = {
             "schema": SCHEMA,
             "status": "complete",

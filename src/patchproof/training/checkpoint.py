@@ -89,14 +89,14 @@ def load_training(folder: Path, trainer: Trainer) -> Mapping[str, Any] | None:
         if state["scaler"] is not None and trainer.accelerator.scaler is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         remembered = under("strategy/") | state["strategy"]
-        if remembered:
-            trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]
         trainer.step = int(state["step"])
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckError(
             f"the checkpoint {place} is damaged ({error}); remove it to begin again, or start a new run from the "
-            "weights of checkpoint-best"
+            "weights of checkpoint-best, if there is one"
         ) from error
+    if remembered:
+        trainer.strategy.load_state_dict(remembered)  # type: ignore[attr-defined]  # its errors are its own
     return state["notes"]
 
 

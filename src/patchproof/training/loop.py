@@ -202,6 +202,7 @@ class Trainer:
             labels, indices = labels.to(images.device), torch.tensor(batch.indices, device=images.device)
             shared = self.accelerator.num_processes > 1 and hasattr(self.strategy, "state_dict")
             remembered = state_of(self.strategy) if shared else {}
+            self.classifier.eval()
             before = _moment(images.device)
             keep = checked(self.strategy(self.classifier, images, labels, indices=indices, epoch=epoch), images)
             after = _moment(images.device)
@@ -234,6 +235,8 @@ class Trainer:
         self.classifier.train(not self.plan.head_only)
         if self.plan.head_only:
             _head(self.classifier).train()
+        # A strategy or the caller may have left gradients, which are not this step's.
+        self.optimizer.zero_grad(set_to_none=True)
         processes, total = self.accelerator.num_processes, len(images)
         if processes > 1:
             total = int(self.accelerator.reduce(torch.tensor(float(total), device=images.device), "sum"))
@@ -253,8 +256,8 @@ class Trainer:
         mean = float(self.accelerator.reduce(loss, "sum"))
         if not math.isfinite(mean):
             raise CheckError(
-                f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before is kept: lower the "
-                f"learning rate{', or use precision bf16' if self.plan.precision == 'fp16' else ''}"
+                f"the loss became {mean} at step {self.step + 1}; a checkpoint saved before, if any, is kept: "
+                f"lower the learning rate{', or use precision bf16' if self.plan.precision == 'fp16' else ''}"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -7,7 +7,7 @@ the share of the steps that are done. Its random numbers follow from the seed an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any, cast
 
@@ -18,12 +18,16 @@ from torch.nn import functional
 
 from patchproof.geometry import PatchThreat, Windows, receptive_windows
 from patchproof.masking import MaskedForward, evaluating
-from patchproof.models import ImageClassifier, margin_bounds, passable_layers
-from patchproof.types import InputError, kind_of
+from patchproof.models import ImageClassifier, adopt, margin_bounds, passable_layers
+from patchproof.settings import Checked
+from patchproof.types import InputError, kind_of, require_kinds
 
 Images = Float[Tensor, "b c h w"]
 Labels = Int64[Tensor, " b"]
 Loss = Callable[[ImageClassifier, Tensor, Tensor, float], Tensor]
+"""(classifier, images, labels, progress) -> mean over the images. The classifier is in train mode and takes images in
+[0, 1]; the network that was passed to `pp.train` is its `module`. A method `describe()` that returns JSON adds the
+loss's settings to what must be equal to resume."""
 Teacher = Callable[[Tensor, Tensor | None], Tensor]
 """(images, keep) -> logits to learn from."""
 
@@ -104,7 +108,17 @@ def step_scores(logits: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 
 @dataclass(frozen=True)
-class BagCertLoss:
+class Described(Checked):
+    """Base class of losses whose settings must be equal for a training to be resumed."""
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are not the default."""
+        settings = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.default is not MISSING}
+        return {name: value for name, (value, default) in settings.items() if value != default}
+
+
+@dataclass(frozen=True)
+class BagCertLoss(Described):
     """BagCert's loss: a smooth max(0, target − m_c) over the classes c ≠ y, log(1 + Σ_c exp(s·(target − m_c))) / s.
 
     m_c = min over p of Σ_{∉A(p)}(e_y − e_c) − |A(p)|, as a share of the cells, is the margin of `bagcert`'s certificate
@@ -130,6 +144,7 @@ class BagCertLoss:
     """Share of the steps after which its weight is complete."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.begin < self.full:
             raise InputError(
                 f"begin must be less than full, where the ramp is complete, not {self.begin} of {self.full}"
@@ -139,17 +154,23 @@ class BagCertLoss:
             raise InputError(f"sharpness and width must be above 0 and ramp from 0 to 1, not {found}")
 
     @classmethod
-    def of(cls, classifier: ImageClassifier, threat: PatchThreat, **options: float) -> BagCertLoss:
-        """Build the loss with its windows, which a compiled loss would otherwise compute in every step."""
-        if not hasattr(classifier, "local_logits"):
+    def of(cls, classifier: nn.Module, threat: PatchThreat, **options: float) -> BagCertLoss:
+        """Build the loss with its windows, which a compiled loss would otherwise compute in every step.
+
+        A module that is no ImageClassifier is asked about RGB images of the threat's size.
+        """
+        require_kinds(cls.of, {"threat": threat})
+        network = adopt(classifier, input_size=threat.image_size, num_classes=1)  # its classes are not asked for
+        if not (hasattr(network, "local_logits") and hasattr(network, "receptive_field")):
             raise InputError(
-                f"loss `bagcert` needs a network with local logits, e.g. bagnet5, not {classifier.architecture}"
+                "loss `bagcert` needs a network with `local_logits` and `receptive_field`, e.g. bagnet5, not "
+                f"{network.architecture}"
             )
-        blank = classifier.mean.new_zeros(1, len(classifier.shift), *classifier.input_size)
-        with torch.no_grad(), evaluating(classifier):
-            rows, columns = classifier.local_logits(blank).shape[2:]
-        field = classifier.receptive_field
-        return cls(receptive_windows(threat, (rows, columns), field, blank.device), **options)
+        device = next(classifier.parameters()).device
+        blank = torch.zeros(1, len(network.shift), *network.input_size, device=device)
+        with torch.no_grad(), evaluating(network):
+            rows, columns = network.local_logits(blank).shape[2:]
+        return cls(receptive_windows(threat, (rows, columns), network.receptive_field, device), **options)
 
     def __call__(
         self, classifier: ImageClassifier, images: Images, labels: Labels, progress: float | Tensor
@@ -176,7 +197,7 @@ class BagCertLoss:
 
 
 @dataclass(frozen=True)
-class IntervalLoss:
+class IntervalLoss(Described):
     """IBP's loss: cross-entropy of the worst logits that a patch at one of `positions` random locations can reach.
 
     The logits are interval bounds (Chiang et al. 2020). Training starts plain, for the share `plain` of the steps. Then
@@ -189,6 +210,9 @@ class IntervalLoss:
     warm: float = 0.6
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.positions < 1:
+            raise InputError(f"positions must be at least 1, not {self.positions}")
         if not self.plain < self.warm:
             raise InputError(
                 f"plain must be less than warm, where bounds are complete, not {self.plain} of {self.warm}"

@@ -18,8 +18,14 @@ State = dict[str, Any]
 def state_of(strategy: Any) -> State:
     """Return a copy of the strategy's memory on the CPU; it is empty if the strategy has none.
 
-    Values that a checkpoint could not restore exactly are refused: tensors inside other values, keys that are not text.
+    A memory that a checkpoint could not restore exactly is refused: without `load_state_dict`, with tensors inside
+    other values, or with keys that are not text.
     """
+    if hasattr(strategy, "state_dict") and not hasattr(strategy, "load_state_dict"):
+        raise InputError(
+            "the strategy has state_dict() but no load_state_dict(state), without which a training cannot be resumed; "
+            "add it, or remove state_dict()"
+        )
     found: State = {}
     for name, value in strategy.state_dict().items() if hasattr(strategy, "state_dict") else ():
         if isinstance(value, Tensor):

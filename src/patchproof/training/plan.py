@@ -6,7 +6,10 @@ import inspect
 import json
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from patchproof.geometry import parse_patches
 from patchproof.models import weights_sha256
@@ -27,7 +30,8 @@ class Plan(TrainingSettings):
     """The masking strategy, by name (`patchproof ls strategies`) or as an object."""
 
     loss: str | Loss = "cross-entropy"
-    """The loss, by name or as a callable (classifier, images, labels, progress) -> mean over the images."""
+    """The loss, by name or as a callable (classifier, images, labels, progress) -> mean over the images, where
+    `classifier` is the ImageClassifier around the network that is trained, `classifier.module`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,9 +53,11 @@ class Plan(TrainingSettings):
             raise InputError(f"teacher must be a classifier, e.g. pp.load_checkpoint(…), not {self.teacher!r}")
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON; objects are named by their type and, if they have one, their `describe()`.
+        """Return the plan as JSON, which must be equal for a training to be resumed.
 
-        A teacher that is a module is named by the sha256 of its weights.
+        A strategy or loss that is an object is named by its type and, if it has one, its `describe()`; a function by
+        its name, and a functools.partial by its function and arguments. A teacher that is a module is named by the
+        sha256 of its weights.
         """
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Plan)}
         values["teacher"] = None if self.teacher is None else weights_sha256(self.teacher) or self.teacher
@@ -59,10 +65,7 @@ class Plan(TrainingSettings):
             given = values[name]
             if given is None or isinstance(given, str):
                 continue
-            values[name] = str(getattr(given, "__qualname__", type(given).__qualname__))
-            details = given.describe() if hasattr(given, "describe") else None
-            if details:
-                values[name] += f" {json.dumps(details)}"
+            values[name] = _described(given)
         return values
 
     def strategy_options(self) -> dict[str, Any]:
@@ -82,9 +85,25 @@ class Plan(TrainingSettings):
         return base
 
 
+def _described(given: Any) -> str:
+    """A function or object by its name or type, and its settings as JSON."""
+    if isinstance(given, partial):
+        settings: dict[Any, Any] = dict(enumerate(given.args)) | given.keywords
+        return f"{_described(given.func)} {json.dumps(settings, default=_plain)}"
+    name = str(getattr(given, "__qualname__", type(given).__qualname__))
+    details = given.describe() if hasattr(given, "describe") else None
+    return f"{name} {json.dumps(details)}" if details else name
+
+
+def _plain(value: Any) -> Any:
+    """Numbers for an array or tensor, a description for anything else that is no JSON."""
+    return value.tolist() if hasattr(value, "tolist") else _described(value)
+
+
 def _require_call(given: Any, words: str, *values: Any, **named: Any) -> None:
+    call = given.forward if isinstance(given, nn.Module) else given  # modules are called with any arguments
     try:
-        inspect.signature(given).bind(*values, **named)
+        inspect.signature(call).bind(*values, **named)
     except ValueError:  # what is not written in Python need not tell its arguments
         return
     except TypeError as error:

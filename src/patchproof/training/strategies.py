@@ -30,6 +30,8 @@ MaskPair = tuple[MaskSet, MaskSet]
 class MaskingStrategy(Protocol):
     """Given a batch and the current classifier, returns what stays visible in each copy to train on.
 
+    A training calls it with the classifier in eval mode, and changes it to train mode for the step. `classifier` is the
+    ImageClassifier, which takes images in [0, 1], around the network that is trained; this is `classifier.module`.
     `indices` are the positions of the images in the training data. Optional members:
 
     - `state_dict()` and `load_state_dict(state)`: the strategy's memory as tensors and JSON values by name. It is saved
