@@ -595,6 +595,28 @@ def test_pictures_in_a_sequence_are_read_once_and_become_rgb() -> None:
     assert not as_source([(noise(64, 20), 0)]).low_resolution
 
 
+def test_what_pillow_raises_makes_a_bad_image_and_what_a_data_set_raises_does_not(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    noise(8, 9).save(content, "png")
+    damaged = bytearray(content.getvalue())
+    damaged[40] ^= 255
+    (tmp_path / "a.png").write_bytes(damaged)
+
+    class Opened(Items):
+        def __getitem__(self, index: int) -> tuple[object, int]:
+            image, label = super().__getitem__(index)
+            return (Image.open(image).convert("RGB") if isinstance(image, Path) else image), label
+
+    for bad in (tmp_path / "a.png", Image.DecompressionBombError("big"), BadImageError("there", "gone")):
+        (batch,) = iterate_batches(as_source(Opened([noise(8, 9), bad])), SAME, range(2), batch_size=2, skip_bad=True)
+        assert ([one.index for one in batch.bad], batch.indices) == ([1], [0])
+    for bug in (KeyError("x"), RuntimeError("x"), ValueError("x"), IndexError("x")):
+        with pytest.raises(
+            CheckError, match=r"fails at item 0: \w+Error: '?x'? \(.*test_data.py:\d+, in __getitem__\)"
+        ):
+            as_source(Opened([bug, noise(8, 9)]))
+
+
 def test_float_tensors_reach_the_batch_as_they_are() -> None:
     tensors = torch.rand(3, 1, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     source = as_source([(image, np.int64(label)) for label, image in enumerate(tensors)])
@@ -604,8 +626,11 @@ def test_float_tensors_reach_the_batch_as_they_are() -> None:
     with pytest.raises(InputError, match=r"float tensors must have the input size \(7, 5\), not \(6, 5\)"):
         list(iterate_batches(source, default_preprocessing(True, (7, 5)), [0], batch_size=1))
     mixed = as_source([(tensors[0], 0), (noise(6, 5), 1), (tensors[0, :, 1:], 2)])
-    for pair in ([0, 1], [0, 2]):
-        with pytest.raises(InputError, match=r"different sizes or kinds cannot share a batch.*give the prep"):
+    for pair, words in (
+        ([0, 1], r"PIL images \(bytes\) and tensors .* give all PIL images or all tensors"),
+        ([0, 2], "different sizes cannot share a batch.*give the prep"),
+    ):
+        with pytest.raises(InputError, match=words):
             list(iterate_batches(mixed, SAME, pair, batch_size=2))
         assert [len(batch.images) for batch in iterate_batches(mixed, SAME, pair, batch_size=1)] == [1, 1]
 

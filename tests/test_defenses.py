@@ -145,6 +145,8 @@ def test_results_of_a_users_defence_are_checked(message):
         ({"threat": (9, 9)}, r"\.threat must be a pp.PatchThreat, not tuple"),
         ({"name": 3}, r"\.name must be text, not int"),
         ({"engine": "fp16"}, r"\.engine must be a pp.Engine, not str"),
+        ({"images_at_once": 0}, r"\.images_at_once must be a whole number of at least 1, not 0"),
+        ({"images_at_once": 2.5}, r"\.images_at_once must be a whole number of at least 1, not 2.5"),
     ],
 )
 def test_members_of_a_users_defence_are_checked(change, message):
@@ -153,6 +155,28 @@ def test_members_of_a_users_defence_are_checked(change, message):
         require_defense(SimpleNamespace(**vars(plain()) | change))
     with pytest.raises(InputError, match=r"must be an instance: Alarm is a class; give Alarm\(…\)"):
         require_defense(pp.Alarm)
+
+
+def test_what_functions_of_a_users_defence_return_is_checked(tmp_path):
+    """Before the folder has a result, and not as an image that cannot be used."""
+
+    class Forgetful(pp.PatchCleanser):
+        def with_engine(self, engine):
+            super().with_engine(engine)
+
+    threat, image = pp.PatchThreat.square(image_size=(12, 12), pixels=3), torch.rand(3, 12, 12)
+    forgetful = Forgetful(Startled().eval(), pp.covering_masks(threat, per_axis=2), threat)
+    for ask in (
+        lambda: pp.certify(forgetful, [(image, 0)], folder=tmp_path / "run"),
+        lambda: pp.predict(forgetful, [image]),
+    ):
+        with pytest.raises(CheckError, match=r"Forgetful.with_engine must return a defence: NoneType is no defence"):
+            ask()
+    with pytest.raises(CheckError, match="the function given as defense must return a defence: NoneType is no"):
+        pp.predict(lambda size: None, [image])
+    undescribed = SimpleNamespace(**vars(plain(1)) | {"describe": lambda: None})
+    with pytest.raises(InputError, match="describe must return a mapping of JSON values, not NoneType"):
+        pp.certify(undescribed, [(image, 0)])
 
 
 PREDICT = """

@@ -130,6 +130,31 @@ def test_a_process_holds_at_most_one_piece_ahead_of_the_one_it_works_on(store, t
     assert main.content["cost"]["processes"] == 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda answers: [*answers[:2], answers[1]], "for piece 2 came another"),
+        (lambda answers: answers[::-1], "for piece 0 came another"),
+        (lambda answers: answers[:-1], "for piece 3 came nothing"),
+        (lambda answers: [*answers, answers[-1]], "after the last piece came another"),
+        (lambda answers: list(enumerate(answers)), "for piece 0 came tuple"),
+        (lambda answers: None, "for piece 0 came nothing"),
+    ],
+)
+def test_an_executor_that_repeats_leaves_out_or_swaps_answers_is_named_and_can_be_resumed(tmp_path, wrong, words):
+    class Mine(InProcess):
+        def run(self, job, pieces, load):
+            return wrong([answer for _, answer in job(iter(pieces))])
+
+    threat = pp.PatchThreat.square(image_size=(6, 6), pixels=2)
+    data = [(torch.full((1, 6, 6), (i + 1) / 8), 0) for i in range(8)]
+    defense = pp.PatchCleanser(Wobbly(), pp.covering_masks(threat, per_axis=2), threat, engine=pp.Engine(batch_size=8))
+    message = f"Mine.run must yield the answers in the order of the pieces, once each; {words}"
+    with pytest.raises(CheckError, match=message):
+        pp.certify(defense, data, folder=tmp_path, executor=Mine())
+    assert pp.certify(defense, data, folder=tmp_path, resume=True).certified.n == 8
+
+
 class Wobbly:
     """In fast arithmetic every label leads by 0.05, in float32 by 0.01 times the brightness: all are decided again."""
 

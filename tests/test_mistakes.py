@@ -1,6 +1,7 @@
 """Usual mistakes raise a clear error where the wrong value enters, and hints only name what `pp` exports."""
 
 import ast
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -276,8 +277,12 @@ def test_constructors_name_the_parameter():
                 ({"class_names": "abcd"}, "a list of names or None, not 'abcd'"),
                 ({"num_classes": "4"}, "a whole number, not '4'"),
                 ({"interpolation": "cubic"}, "one of nearest, bilinear, bicubic, not 'cubic'"),
+                ({"crop_pct": 0}, r"positive \(the part of the resized side that is kept\), not 0"),
+                ({"crop_pct": float("nan")}, r"positive \(the part of the resized side that is kept\), not nan"),
+                ({"token_size": 4}, r"\(height, width\) in whole numbers or None, not 4"),
             )
         ),
+        (lambda: build(token_size=4), "classifier.token_size must be"),
         (
             lambda: pp.load_classifier("small", "embedded", class_names="ten"),
             "class_names must be a list of names or N",
@@ -402,9 +407,55 @@ def test_a_folder_without_images_to_validate_on_says_so(tmp_path):
         training_images(str(tmp_path))
 
 
-def test_one_output_is_not_two_classes():
-    with pytest.raises(pp.CheckError, match=r"one output z: give two logits, e.g. torch.cat\(\[-z, z\], 1\)"):
-        pp.certify(build(turn=lambda logits: logits[:, :1]), [(IMAGES[0], 0)])
+@pytest.mark.parametrize("known", [{}, {"num_classes": 1}])
+def test_one_output_is_not_two_classes(known):
+    def turn(logits):
+        return logits[:, :1]
+
+    data = [(IMAGES[0], 0), (IMAGES[1], 1)]
+    for ask in (
+        lambda: pp.certify(build(turn=turn, **known), data),
+        lambda: pp.certify(build(turn=turn, **known), data[:1]),
+        lambda: pp.predict(build(turn=turn, **known), list(IMAGES)),
+        lambda: pp.train(Net(turn, **known), data, pp.Plan(strategy="none", epochs=1)),
+    ):
+        with pytest.raises(pp.CheckError, match=r"one output z: give two logits, e.g. torch.cat\(\[-z, z\], 1\)"):
+            ask()
+
+
+def test_class_names_of_another_number_than_the_outputs_are_refused():
+    named = {"class_names": ["cat", "dog"]}
+    for ask in (lambda: pp.certify(build(**named), [(IMAGES[0], 0)]), lambda: pp.predict(build(**named), list(IMAGES))):
+        with pytest.raises(pp.CheckError, match="the classifier has 4 outputs and 2 class_names; give as many names"):
+            ask()
+    unmeasured = build("ibp")
+    unmeasured.classifier.class_names = named["class_names"]
+    unmeasured.classifier[1].bias.data[3] = 9.0
+    assert pp.predict(unmeasured, list(IMAGES))[0].name == "class 3"
+
+
+def test_numbers_of_numpy_and_paths_that_a_classifier_says_of_itself_are_written_as_plain_ones(tmp_path):
+    own = {"num_classes": np.int64(4), "source": Path("a/b"), "crop_pct": np.float32(0.5)}
+    data = [(image, 0) for image in IMAGES]
+    assert len(pp.certify(build(**own), data, folder=tmp_path, limit=np.int64(1)).records) == 1
+    model = json.loads((tmp_path / "manifest.json").read_text())["model"]
+    assert (model["classes"], model["source"]) == (4, "a/b")
+    with pytest.raises(pp.InputError, match="must be JSON, with finite numbers: object is not"):
+        pp.certify(build(source=object()), data)
+
+
+def test_a_bug_in_a_data_set_is_no_bad_image():
+    class Mine(list):
+        def __getitem__(self, number):
+            return super().__getitem__(number) if number != 1 else {}["mine"]
+
+    data = Mine([(IMAGES[0], 0)] * 3)
+    for ask in (
+        lambda: pp.certify(build(), data, skip_bad=True),
+        lambda: pp.train(Net(), data, pp.Plan(strategy="none", epochs=1), skip_bad=True),
+    ):
+        with pytest.raises(pp.CheckError, match=r"fails at item 1: KeyError: 'mine' \(.*test_mistakes.py:\d+, in "):
+            ask()
 
 
 def test_an_unknown_defence_of_validation_is_refused_before_its_images_are_read():

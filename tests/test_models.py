@@ -275,6 +275,15 @@ def test_a_mirror_answers_for_the_mirrored_image_under_the_mirrored_mask():
     assert len({weights_sha256(each) for each in (network, both, Mirror([network]), twice)}) == 4
     others = [Ensemble([rewrap(network, fill=fill), network]) for fill in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4))]
     assert weights_sha256(others[0]) != weights_sha256(others[1]), "another mask colour is another ensemble"
+    plain = [linear(4) for _ in range(4)]
+    for module, fill in zip(plain, (None, (0.5,) * 3, (0.1,) * 3, (0.2,) * 3), strict=True):
+        module.load_state_dict(plain[0].state_dict())
+        module.fill = fill
+    digests = [weights_sha256(Ensemble([network, module])) for module in plain]
+    assert digests[0] == digests[1], "mid-grey is the default"
+    assert len(set(digests)) == 3, "a plain module has a mask colour, too"
+    nested = [Ensemble([Ensemble([plain[number]])]) for number in (2, 3)]
+    assert weights_sha256(nested[0]) != weights_sha256(nested[1])
 
 
 @pytest.mark.parametrize(
@@ -553,6 +562,24 @@ def test_factories_make_plain_wrapped_and_timm_networks(own, tmp_path):
     assert weights_sha256(load_classifier(f"{own}:plain", path, input_size=(8, 8))) == weights_sha256(plain)
     save_checkpoint(plain, tmp_path / "c")
     assert weights_sha256(load_classifier(f"{own}:plain", str(tmp_path / "c"))) == weights_sha256(plain)
+
+
+def test_a_module_trained_from_python_is_loaded_by_its_factory(own, tmp_path):
+    """Its architecture is the name of its class, which is no model's."""
+    given = load_classifier(f"{own}:fixed", "random", input_size=(8, 8))
+    save_checkpoint(adopt(given.module, input_size=(8, 8), num_classes=4), tmp_path / "c")
+    assert checkpoint_architecture(tmp_path / "c") == type(given.module).__name__
+    loaded = load_classifier(f"{own}:fixed", tmp_path / "c")
+    assert weights_sha256(loaded) == weights_sha256(given)
+    message = r"holds weights for \w+, which is no known model; give model=file.py:function, .* \(pp.load_classifier\)"
+    for read in (load_checkpoint, lambda folder: load_classifier("small", folder)):
+        with pytest.raises(InputError, match=message):
+            read(tmp_path / "c")
+    with pytest.raises(InputError, match="wrapped gives 2 logits, but 4 classes are expected"):
+        load_classifier(f"{own}:wrapped", tmp_path / "c")
+    save_checkpoint(load_classifier("small", "random"), tmp_path / "small")
+    with pytest.raises(InputError, match="holds weights for small, but the model is"):
+        load_classifier(f"{own}:fixed", tmp_path / "small")
 
 
 def test_a_checkpoint_alone_never_runs_a_factory(own, tmp_path):

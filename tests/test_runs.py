@@ -105,6 +105,15 @@ class Stop(Exception):
     """Raised by a callback on purpose."""
 
 
+def test_a_run_goes_on_with_the_default_mask_colour_written_out(tmp_path):
+    grey = plain_classifier()
+    grey.fill = (0.5, 0.5, 0.5)
+    for first, then in ((plain_classifier(), grey), (grey, plain_classifier())):
+        folder = tmp_path / str(hasattr(first, "fill"))
+        done = pp.certify(double_masking(first), PICTURES[:2], folder=folder)
+        assert pp.certify(double_masking(then), PICTURES[:2], folder=folder, resume=True).records == done.records
+
+
 @pytest.mark.parametrize("stop", [0, 5, 19])
 def test_a_run_ended_by_its_callback_goes_on_to_the_same_bytes_and_every_record_is_seen_once(
     tmp_path, monkeypatch, stop
@@ -283,7 +292,8 @@ def test_a_killed_attack_loses_one_image_on_a_gpu_too(monkeypatch):
         predict = certify = describe = lambda self, *_: {}
 
     executor = Pieces()
-    pp.attack(OnGPU(), PICTURES, executor=executor)
+    with pytest.raises(CheckError, match=r"Pieces\.run must yield the answers in the order of the pieces"):
+        pp.attack(OnGPU(), PICTURES, executor=executor)
     assert executor.count == len(PICTURES)
 
 

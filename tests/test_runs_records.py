@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 
@@ -106,7 +107,8 @@ def test_accuracies_are_counted_over_the_records_that_have_the_finding():
     assert (tally.done, tally.good, tally.forwards, tally.passes, tally.queries) == (3, 2, 90, 5, 2)
     assert tally.rates()["attacked"] == Rate(0, 1)
     assert tally.broken == [0], "certified, and yet a patch changed the answer"
-    assert rates([])["certified"].as_dict() == {"k": 0, "n": 0, "rate": 0.0, "interval": [0.0, 1.0]}
+    assert rates([])["certified"].as_dict() == {"k": 0, "n": 0, "rate": None, "interval": [0.0, 1.0]}
+    assert math.isnan(rates([])["certified"].rate), "what was not measured is not 0%"
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -155,6 +157,29 @@ def _words(hint: Any) -> str:
         package = "pp" if hasattr(sys.modules[package], hint.__name__) else hint.__module__
     article = "an" if package[0] in "aeiou" else "a"
     return f"{article} {package}.{hint.__name__}"
+
+
+def first_line(error: BaseException) -> str:
+    """The message of another library's error, short enough to be quoted in a line of ours."""
+    return str(error).strip().split("\n")[0][:160] or type(error).__name__
+
+
+def failure(error: BaseException) -> str:
+    """Describe an error in the user's code as `KeyError: 'x' (net.py:12, in forward)`.
+
+    The place is the innermost line that is neither torch's, Python's import machinery's nor ours.
+    """
+    import torch
+
+    place = ""
+    libraries = Path(torch.__file__).parent, Path(importlib.__file__).parent, Path(__file__).parent
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_file() and not any(map(path.is_relative_to, libraries)):
+            place = f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    if isinstance(error, SyntaxError):  # its line has no frame
+        place = f" ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 NOTED: set[str] = set()

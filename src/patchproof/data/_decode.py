@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 
 import numpy as np
 from jaxtyping import UInt8
@@ -76,6 +77,13 @@ def reading(path: str) -> Iterator[None]:
         elif isinstance(error, OSError) and error.strerror:
             reason = error.strerror
         raise BadImageError(path, reason) from error
+
+
+def is_unreadable(error: Exception) -> bool:
+    """True if the file system or Pillow has raised the error, not the code that uses them."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    by_pillow = Path(frame.f_code.co_filename).is_relative_to(Path(Image.__file__).parent)
+    return by_pillow or isinstance(error, (OSError, Image.DecompressionBombError))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import floor
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -115,11 +116,11 @@ def spread_indices(source: ImageSource, limit: int | None) -> list[int]:
 
     A class of a sorted listing is seen if it has at least n/limit of the n images.
     """
-    if limit is not None and not (isinstance(limit, int) and limit >= 1):
+    if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
         raise InputError(
             f"limit, the number of images, must be a whole number of at least 1, not {limit!r}; leave it out to use all"
         )
-    return list(evenly_spread(len(source) if limit is None else limit, len(source)))
+    return list(evenly_spread(len(source) if limit is None else int(limit), len(source)))
 
 
 def evenly_spread(wanted: int, count: int) -> Sequence[int]:
@@ -213,11 +214,14 @@ def require_workers(workers: int | None) -> None:
 def _stack(images: list[np.ndarray], preprocessing: Preprocessing) -> Tensor:
     if not images:
         return torch.empty(0, 3, *(output_size(preprocessing) or (0, 0)), dtype=torch.uint8)
-    kinds = sorted({((image.shape[2], *image.shape[:2]), str(image.dtype)) for image in images})
-    if len(kinds) > 1:
-        (one, _), (other, _) = kinds[0], kinds[-1]
+    if len({image.dtype for image in images}) > 1:
         raise InputError(
-            f"images of different sizes or kinds cannot share a batch: {one} and {other} after {preprocessing}; "
+            "PIL images (bytes) and tensors (floats) cannot share a batch; give all PIL images or all tensors"
+        )
+    sizes = sorted({(image.shape[2], *image.shape[:2]) for image in images})
+    if len(sizes) > 1:
+        raise InputError(
+            f"images of different sizes cannot share a batch: {sizes[0]} and {sizes[-1]} after {preprocessing}; "
             "give the preprocessing a crop or an exact size, or use batches of 1"
         )
     # numpy copies at once, where torch would start threads.

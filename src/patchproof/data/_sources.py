@@ -19,8 +19,8 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 from torch import Tensor
 
-from patchproof.data._decode import BadImageError, decode, header_size, reading, to_rgb
-from patchproof.types import InputError, Size, kind_of, note
+from patchproof.data._decode import BadImageError, decode, header_size, is_unreadable, reading, to_rgb
+from patchproof.types import CheckError, InputError, PatchproofError, Size, failure, kind_of, note
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -250,8 +250,18 @@ class SequenceSource:
         return f"{index:05d}"
 
     def load(self, index: int) -> Image.Image | Float32[Tensor, "c h w"]:
-        with reading(self.path(index)):
+        try:
             item = self.items[index]
+        except PatchproofError:
+            raise
+        except Exception as error:
+            if not is_unreadable(error):
+                raise CheckError(
+                    f"the data set fails at item {index}: {failure(error)}; for an image that cannot be read, raise an "
+                    "OSError"
+                ) from error
+            with reading(self.path(index)):
+                raise
         parts = item if isinstance(item, (tuple, list)) else (item,)
         if len(parts) != 2 or not isinstance(parts[0], (Image.Image, Tensor)):
             raise InputError(f"item {index} is ({'; '.join(map(kind_of, parts[:3]))}); {EXPECTED}")

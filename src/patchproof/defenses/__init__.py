@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from patchproof.defenses._base import Assessment, Certificates, Defense, assess, device_of, require_defense
+from patchproof.defenses._base import (
+    Assessment,
+    Certificates,
+    Defense,
+    assess,
+    device_of,
+    require_defense,
+    require_returned,
+    with_engine,
+)
 from patchproof.defenses._table import MaskedDefense, MaskTable
 from patchproof.defenses.alarm import Alarm
 from patchproof.defenses.ibp import IntervalBounds
@@ -90,5 +99,7 @@ __all__ = [
     "device_of",
     "double_masking",
     "require_defense",
+    "require_returned",
     "two_mask_labels",
+    "with_engine",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -156,6 +157,23 @@ def require_defense(value: Any) -> None:
             raise InputError(f"{name}.{member} must be {words}, not {kind_of(getattr(value, member))}")
     if not isinstance(getattr(value, "engine", Engine()), Engine):
         raise InputError(f"{name}.engine must be a pp.Engine, not {kind_of(value.engine)}")
+    at_once = getattr(value, "images_at_once", 1)
+    if not isinstance(at_once, Integral) or at_once < 1:
+        raise InputError(f"{name}.images_at_once must be a whole number of at least 1, not {at_once!r:.60}")
+
+
+def require_returned(value: Any, where: str) -> Any:
+    """Return what the user's function `where` has returned; refuse what is no defence."""
+    try:
+        require_defense(value)
+    except InputError as error:
+        raise CheckError(f"{where} must return a defence: {error}") from error
+    return value
+
+
+def with_engine(defense: Any, engine: Engine) -> Any:
+    """The defence with this engine, by its own method, which need not be the package's."""
+    return require_returned(defense.with_engine(engine), f"{type(defense).__name__}.with_engine")
 
 
 def device_of(defense: Any) -> torch.device:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from patchproof.defenses._rules import Evidence, EvidenceDefense, RobustMasking
 from patchproof.geometry import Fields, PatchThreat, Windows, receptive_windows
 from patchproof.masking import Engine, evaluating, out_of_memory
-from patchproof.models import failure, fingerprint
+from patchproof.models import fingerprint
 from patchproof.settings import BagCertOptions
-from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
+from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, failure, kind_of
 
 ROUNDING = 1e-6
 """Assumed error of float64 local logits, as a share of the largest |logit|; the true one is a millionth of it.

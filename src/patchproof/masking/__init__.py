@@ -11,6 +11,7 @@ from patchproof.masking._arithmetic import tf32 as tf32
 from patchproof.masking._checks import Drift as Drift
 from patchproof.masking._checks import check_classifier as check_classifier
 from patchproof.masking._checks import margin_changes as margin_changes
+from patchproof.masking._checks import require_two as require_two
 from patchproof.masking._ensemble import Ensemble as Ensemble
 from patchproof.masking._ensemble import Mirror as Mirror
 from patchproof.masking._ensemble import assembled as assembled

@@ -170,13 +170,21 @@ def _try_passes(evaluator: Evaluator, images: Tensor, keep: Tensor, copies: Copi
         shape, words = tuple(images.shape[1:]), " ".join(str(error).split()[:30])
         raise CheckError(f"not even one image of {shape} fits into memory: {words}") from error
     classes = int(logits.shape[1])
-    if classes == 1:
-        raise CheckError("the classifier has one output z: give two logits, e.g. torch.cat([-z, z], 1)")
+    require_two(classes)
+    names = getattr(evaluator.classifier, "class_names", None)
+    if names is not None and len(names) != classes:
+        raise CheckError(f"the classifier has {classes} outputs and {len(names)} class_names; give as many names")
     if num_classes is not None and classes != num_classes:
         raise CheckError(
             f"the classifier has {classes} classes, {num_classes} were expected; load weights fine-tuned for this data "
             "set, or fine-tune them first"
         )
+
+
+def require_two(outputs: int | None) -> None:
+    """Refuse a classifier with one output; None: it does not say how many it has."""
+    if outputs == 1:
+        raise CheckError("the classifier has one output z: give two logits, e.g. torch.cat([-z, z], 1)")
 
 
 def measure_drift(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from patchproof.geometry import MaskSet, PatchThreat, covering_masks
 from patchproof.masking._memory import out_of_memory
-from patchproof.models import Core, failure, mask_colour
-from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, kind_of
+from patchproof.models import Core, mask_colour, require_attributes
+from patchproof.types import CheckError, Classifier, InputError, PatchproofError, Size, failure, kind_of
 
 Item = TypeVar("Item")
 
@@ -162,6 +162,7 @@ def show(
 
 def masks_for(classifier: Classifier, threat: PatchThreat, *, per_axis: int | tuple[int, int]) -> MaskSet:
     """Return covering masks of the threat; for a classifier that drops tokens (`token_size`) they hide whole tokens."""
+    require_attributes(classifier)
     return covering_masks(threat, per_axis=per_axis, align=getattr(classifier, "token_size", None))
 
 

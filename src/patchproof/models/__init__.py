@@ -19,7 +19,6 @@ from patchproof.models._files import SEAL as SEAL
 from patchproof.models._files import SUFFIXES as SUFFIXES
 from patchproof.models._files import checkpoint_architecture as checkpoint_architecture
 from patchproof.models._files import checkpoint_sha256 as checkpoint_sha256
-from patchproof.models._files import failure as failure
 from patchproof.models._files import file_sha256 as file_sha256
 from patchproof.models._files import is_whole as is_whole
 from patchproof.models._files import save_checkpoint as save_checkpoint

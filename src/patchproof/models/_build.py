@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from patchproof.models._classifier import ImageClassifier, adopt, rewrap
-from patchproof.models._files import failure, first_line
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import InputError, Interpolation, Size, note
+from patchproof.types import InputError, Interpolation, Size, failure, first_line, note
 
 WORDNET_ID = re.compile(r"n\d{8}")
 
@@ -35,11 +34,11 @@ def list_models(pattern: str = "") -> list[str]:
 def split_name(model: str) -> tuple[str, str]:
     """Return (architecture, tag or ""). A name that timm has deprecated becomes its successor; a factory loses its
     folder."""
+    if is_own(model) or model in NETWORKS:
+        return Path(model).name, ""
     import timm
     from timm.models import get_deprecated_models
 
-    if is_own(model) or model in NETWORKS:
-        return Path(model).name, ""
     if model.endswith(".py"):
         raise InputError(f"{model} is a file: name the function in it that returns the network too, e.g. {model}:build")
     name, _, tag = model.partition(".")

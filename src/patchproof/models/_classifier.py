@@ -76,6 +76,7 @@ class ImageClassifier(Wrapped, nn.Module):
 
     mean: Tensor
     std: Tensor
+    token_size: Size | None
 
     def __init__(
         self,
@@ -109,8 +110,7 @@ class ImageClassifier(Wrapped, nn.Module):
         if min(size) < 1:
             raise InputError(f"input_size must be (height, width) in pixels, both at least 1, got {size}")
         require_one_of("interpolation", interpolation, get_args(Interpolation))
-        if not 0 < crop_pct < math.inf:
-            raise InputError(f"crop_pct must be positive (the part of the resized side that is kept), got {crop_pct}")
+        _require_crop(crop_pct)
         if num_classes < 1:
             raise InputError(f"num_classes must be at least 1, got {num_classes}; a classifier needs a head")
         if names is not None and len(names) != num_classes:
@@ -131,7 +131,7 @@ class ImageClassifier(Wrapped, nn.Module):
         self.model_args: dict[str, Any] = dict(model_args or {})
         self.history: Mapping[str, Any] = {}
         self.drop_tokens = drop_tokens
-        self.token_size: Size | None = token_size(module) if drop_tokens else None
+        self.token_size = token_size(module) if drop_tokens else None
         self._twins: dict[tuple[torch.dtype, bool], Twin] = {}
         self.fill = shift if fill is None else fill
         self.fill = mask_colour(self)
@@ -253,14 +253,23 @@ def require_attributes(classifier: Classifier) -> None:
     given = {name: getattr(classifier, name, None) for name in names}
     known = {name: value for name, value in given.items() if value is not None}
     require_kinds(ImageClassifier.__init__, known, "classifier.")
+    require_kinds(ImageClassifier, {"token_size": getattr(classifier, "token_size", None)}, "classifier.")
+    _require_crop(known.get("crop_pct", 1.0), "classifier.")
     mask_colour(classifier)
+
+
+def _require_crop(crop_pct: float, owner: str = "") -> None:
+    if not 0 < crop_pct < math.inf:
+        raise InputError(
+            f"{owner}crop_pct must be positive (the part of the resized side that is kept), not {crop_pct}"
+        )
 
 
 def weights_sha256(classifier: Classifier) -> str | None:
     """The identity of a classifier: a SHA-256 over its weights, mean and std, and whether it drops tokens.
 
-    For an ensemble, it covers the members' digests and mask colours other than the mean. None if the weights are
-    unknown, because a classifier is no nn.Module.
+    For an ensemble, it covers the members' digests and mask colours other than the default: the mean, or mid-grey for a
+    plain module. None if the weights are unknown, because a classifier is no nn.Module.
     """
     if isinstance(classifier, ImageClassifier):
         state = classifier.module.state_dict()
@@ -274,8 +283,10 @@ def weights_sha256(classifier: Classifier) -> str | None:
     if getattr(classifier, "mirrored", False):
         parts.append("mirrored")
     for position, member in enumerate(members):
-        if isinstance(member, ImageClassifier) and mask_colour(member) != member.shift:
-            parts.append([position, mask_colour(member)])
+        colour = mask_colour(member)
+        default = member.shift if isinstance(member, ImageClassifier) else (0.5,) * len(colour or ())
+        if colour is not None and colour != default and not hasattr(member, "members"):  # whose digest has its colours
+            parts.append([position, colour])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

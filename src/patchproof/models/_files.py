@@ -7,12 +7,10 @@ JSON files carry a checksum of themselves (`sealed`).
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import pickle
 import shutil
-import traceback
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from patchproof.models._classifier import ImageClassifier, settings, state_sha256
 from patchproof.models._networks import is_own
-from patchproof.types import CheckError, InputError, Interpolation
+from patchproof.types import CheckError, InputError, Interpolation, first_line
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model", "model_state_dict")
@@ -143,27 +141,6 @@ def require_head(where: str, found: int, wanted: int | None) -> None:
             f"{where} has {found} classes, but {wanted} are expected: fine-tune it first (`patchproof train`), "
             "or leave num_classes out and match the classes by name"
         )
-
-
-def first_line(error: BaseException) -> str:
-    """The message of another library's error, short enough to be quoted in a line of ours."""
-    return str(error).strip().split("\n")[0][:160] or type(error).__name__
-
-
-def failure(error: BaseException) -> str:
-    """Describe an error in the user's code as `KeyError: 'x' (net.py:12, in forward)`.
-
-    The place is the innermost line that is neither torch's, Python's import machinery's nor ours.
-    """
-    place = ""
-    libraries = Path(torch.__file__).parent, Path(importlib.__file__).parent, Path(__file__).parents[1]
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if path.is_file() and not any(map(path.is_relative_to, libraries)):
-            place = f" ({frame.filename}:{frame.lineno}, in {frame.name})"
-    if isinstance(error, SyntaxError):  # its line has no frame
-        place = f" ({error.filename}:{error.lineno})"
-    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from patchproof.models._files import (
     SUFFIXES,
     WEIGHTS,
     checkpoint_architecture,
-    first_line,
     load_state,
     matched,
     read_record,
@@ -33,7 +32,7 @@ from patchproof.models._files import (
     settled,
 )
 from patchproof.models._networks import NETWORKS, is_own
-from patchproof.types import CheckError, InputError, PatchproofError, Size, typed
+from patchproof.types import CheckError, InputError, PatchproofError, Size, first_line, typed
 
 IMAGENET_TAG = re.compile(r"(^|_)in1k(_|$)")
 HUB_PREFIX = re.compile(r"hf[-_]hub:")
@@ -338,7 +337,18 @@ def _from_folder(path: Path, model: str, num_classes: int | None, size: Size | N
 
 
 def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
-    if asked != found and split_name(asked)[0] != split_name(found)[0]:
+    """Refuse weights of another network. A module trained from Python is known by the name of its class: any factory
+    may build it, since its tensors are compared."""
+    try:
+        name = split_name(found)[0]
+    except InputError as error:
+        if is_own(asked):
+            return
+        raise InputError(
+            f"{where} holds weights for {found}, which is no known model; give model=file.py:function, the function "
+            "that builds it (pp.load_classifier)"
+        ) from error
+    if name != split_name(asked)[0]:
         raise InputError(f"{where} holds weights for {found}, but the model is {asked}; name the model {found}")
 
 

@@ -251,7 +251,8 @@ def about_runs(
         step = f"Certify all runs {same}, so that they can be paired." if " about " in reason else ""
         yield f"{name} is not compared: {reason}.", step
     compared = {own, *(c.run.name for c in rated)} - unfit or {own}
-    leader = max((one for one in traced if one.run.name in compared), key=lambda one: (one.certified.rate, one is base))
+    found = [one for one in traced if one.run.name in compared]
+    leader = max(found, key=lambda one: (one.certified.k / max(1, one.certified.n), one is base))
     attacks = [one.run for one in traced if one.run.attacks and one is not leader]
     name = "" if comparisons else f"{leader.run.name}: "  # otherwise the sentences above name it
     for said, step in about_run(leader, traced):

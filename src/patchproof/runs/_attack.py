@@ -21,7 +21,7 @@ from patchproof.attacks import (
     defended_attacks,
     undefended_attacks,
 )
-from patchproof.defenses import device_of
+from patchproof.defenses import device_of, with_engine
 from patchproof.geometry import as_places, rects_of
 from patchproof.masking import Evaluator
 from patchproof.models import write_state
@@ -150,6 +150,6 @@ def as_judge(defense: Any) -> Any:
     """Return the defence for hostile images: float32 decides each label that the fast precision misjudges."""
     if not (hasattr(defense, "evaluator") and hasattr(defense, "with_engine")):
         return defense
-    judge: Any = defense.with_engine(defense.engine)  # a copy: the defence itself stays strict
+    judge: Any = with_engine(defense, defense.engine)  # a copy: the defence itself stays strict
     judge.evaluator.strict = False
     return judge

@@ -6,10 +6,11 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from patchproof.attacks import AttackPlan, OnStep
 from patchproof.data import Batch, as_source, load_groups, require_workers, spread_indices
-from patchproof.defenses import Defense, assess, device_of, require_defense
+from patchproof.defenses import Defense, assess, device_of, require_defense, with_engine
 from patchproof.machine import require_free
 from patchproof.masking import Audit, Drift, Engine, Evaluator, Measured, Redone, as_images, images_ahead
 from patchproof.models import classifier_summary, weights_sha256
@@ -41,7 +42,7 @@ from patchproof.runs._manifest import (
 from patchproof.runs._measure import bare_logits, engine_of, measure_tau
 from patchproof.runs._record import ACCURACIES, ATTACK_ACCURACIES, AttackFindings, Record, Results, Tally
 from patchproof.runs.executors import Executor, default_workers, launched
-from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, require_kinds
+from patchproof.types import CheckError, InputError, Preprocessing, TauExceededError, kind_of, require_kinds
 
 IMAGES_AT_ONCE = 32
 """Images per call of a defence without `images_at_once`."""
@@ -223,9 +224,14 @@ class Session:
     def manifest(self) -> dict[str, Any]:
         """The manifest before τ is measured; its `identity` may not change when the run is resumed."""
         defense, source, classifier, engine = self.defense, self.source, self.classifier, engine_of(self.defense)
+        described = defense.describe()
+        if not isinstance(described, Mapping):
+            raise InputError(
+                f"{type(defense).__name__}.describe must return a mapping of JSON values, not {kind_of(described)}"
+            )
         model = None if classifier is None else classifier_summary(classifier)
         threat = {**asdict(defense.threat), "name": defense.name, "guarantee": defense.guarantee}
-        identity = {
+        identity: dict[str, Any] = {
             "architecture": model and model["architecture"],
             "weights_sha256": None if classifier is None else weights_sha256(classifier),
             "data_sha256": source.listing_sha256(self.indices),
@@ -233,7 +239,7 @@ class Session:
             "preprocessing": preprocessing_facts(self.how),
             "fill": model and model["fill"],
             "device": device_of(defense).type,
-            "defense": threat | defense.describe(),
+            "defense": threat | dict(described),
         }
         if self.attacker is not None:
             identity["attack"] = asdict(self.attacker.plan)
@@ -304,7 +310,7 @@ class Session:
 
     def give_engine(self, engine: Measured | None) -> None:
         if engine is not None and hasattr(self.defense, "with_engine"):
-            self.defense = self.defense.with_engine(engine)
+            self.defense = with_engine(self.defense, engine)
 
     def pieces(self, done: int) -> range:
         """Numbers of the pieces that are left after `done` images.
@@ -322,7 +328,7 @@ class Session:
         recorded = len(self.records) % self.size  # images of the first piece that are recorded already
         doubt = None
         try:
-            for piece in self.team.run(self.work, self.pieces(len(self.records)), Piece.load):
+            for piece in self.answers(self.pieces(len(self.records))):
                 self.batch_size = min(self.batch_size or piece.batch_size, piece.batch_size)
                 self.keep(piece.images[recorded:])
                 recorded = 0
@@ -340,6 +346,20 @@ class Session:
                 self.place.spoil(doubt)
             raise CheckError(doubt)
         return content
+
+    def answers(self, numbers: range) -> Iterator[Piece]:
+        """The executor's answers, each checked to be the piece whose turn it is, before anything in it is counted."""
+        found: Any = self.team.run(self.work, numbers, Piece.load)
+        for number, answer in zip_longest(numbers, found if isinstance(found, Iterable) else ()):
+            planned = () if number is None else self.indices[number * self.size : (number + 1) * self.size]
+            if not isinstance(answer, Piece) or [done.record.index for done in answer.images] != list(planned):
+                came = "nothing" if answer is None else "another" if isinstance(answer, Piece) else kind_of(answer)
+                turn = "after the last piece" if number is None else f"for piece {number}"
+                raise CheckError(
+                    f"{type(self.team).__name__}.run must yield the answers in the order of the pieces, once each; "
+                    f"{turn} came {came}"
+                )
+            yield answer
 
     def keep(self, images: Sequence[Done]) -> None:
         """Show and write new records; if `on_record` raises, those that it has seen are written."""

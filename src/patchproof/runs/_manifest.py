@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from patchproof.data import BadImageError, FolderSource, ImageSource, default_preprocessing, open_class_folders
 from patchproof.machine import BEGIN_AGAIN
-from patchproof.masking import Drift, Measured
+from patchproof.masking import Drift, Measured, require_two
 from patchproof.models import EMBEDDED_SOURCE, match_labels
-from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size
+from patchproof.types import CheckError, InputError, PatchproofError, Preprocessing, Size, kind_of
 from patchproof.version import __version__
 
 SCHEMA = 1
@@ -47,7 +48,7 @@ def new_manifest(
         "command": command,
         "config": plain(config or {}, "config"),
         "identity": plain(identity, "what describe() returns"),
-        **facts,
+        **plain(facts, "what classifier and data say of themselves"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "versions": versions(),
@@ -56,9 +57,17 @@ def new_manifest(
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return the value after a round trip through JSON: lists for tuples, keys as text."""
+    """Return the value after a round trip through JSON: lists for tuples, text for keys and paths, numpy's numbers."""
+
+    def other(part: Any) -> Any:
+        if isinstance(part, Real):
+            return int(part) if isinstance(part, Integral) else float(part)
+        if isinstance(part, Path):
+            return str(part)
+        raise TypeError(f"{kind_of(part)} is not")
+
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        return json.loads(json.dumps(value, allow_nan=False, default=other))
     except (TypeError, ValueError) as error:
         raise InputError(f"{name} must be JSON, with finite numbers: {error}") from error
 
@@ -80,6 +89,7 @@ def preprocessing_for(classifier: Any, low_resolution: bool, image_size: Size) -
 
 def outputs_for(source: ImageSource, classifier: Any) -> Tensor | None:
     """Classifier output for each label of the source; None if its classes have no names, so that labels are outputs."""
+    require_two(getattr(classifier, "num_classes", None))
     return torch.tensor(match_labels(source.class_names, classifier, source.name)) if source.class_names else None
 
 

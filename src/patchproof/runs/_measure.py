@@ -15,7 +15,7 @@ from torch.nn import functional
 from patchproof.data import ImageSource, evenly_spread, iterate_batches
 from patchproof.defenses import device_of
 from patchproof.geometry import covering_masks
-from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier, evaluating, show
+from patchproof.masking import Drift, Engine, Measured, as_images, check_classifier, evaluating, require_two, show
 from patchproof.models import mask_colour
 from patchproof.types import InputError, Preprocessing
 
@@ -36,9 +36,11 @@ def engine_of(defense: Any) -> Engine:
 
 
 def bare_logits(classifier: Any, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-    """What the classifier returns for these images."""
+    """What the classifier returns for these images; one output is refused."""
     with torch.no_grad(), evaluating(classifier):
-        return show(classifier, images, None)
+        logits = show(classifier, images, None)
+    require_two(logits.shape[1])
+    return logits
 
 
 def measure_tau(

@@ -17,7 +17,17 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchproof.data import EXTENSIONS, BadImageError, decode, note_unread, preprocess, reading, to_rgb, unit_floats
-from patchproof.defenses import DEFENSES, Defense, MaskedDefense, assess, defense, device_of, require_defense
+from patchproof.defenses import (
+    DEFENSES,
+    Defense,
+    MaskedDefense,
+    assess,
+    defense,
+    device_of,
+    require_defense,
+    require_returned,
+    with_engine,
+)
 from patchproof.geometry import PatchThreat, native_threat, parse_patches
 from patchproof.masking import Audit, Measured, as_images, masks_for
 from patchproof.models import weights_sha256, wordnet_words
@@ -105,10 +115,10 @@ def predict(
         with lock:
             chosen: Any = defense if isinstance(defense, Defense) else defense(size)
             if id(chosen) not in known:
-                ready = chosen
+                ready = require_returned(chosen, "the function given as defense")
                 if hasattr(chosen, "with_engine") and not isinstance(chosen.engine, Measured):
                     measured = measure_on_generated(chosen)
-                    ready = chosen if measured is None else chosen.with_engine(measured[0])
+                    ready = chosen if measured is None else with_engine(chosen, measured[0])
                 known[id(chosen)] = chosen, as_judge(ready)  # keeps `chosen` alive, since its id is the key
             ready = known[id(chosen)][1]
         small, input_size = is_small(size), ready.threat.image_size
@@ -160,7 +170,7 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
         wrong = torch.tensor(sorted(audit.exceeded), dtype=torch.int64)
         if len(wrong):  # the fast precision was off by more than its τ allows: repeat in float32
             engine = replace(ready.evaluator.measured, precision="fp32", compile=False, tau=0.0, tau_tf32=None)
-            sure = assess(ready.with_engine(engine), images[wrong.to(images.device)]).to("cpu")
+            sure = assess(with_engine(ready, engine), images[wrong.to(images.device)]).to("cpu")
             found.predictions[wrong] = sure.predictions
             for name in ("certified", "margin", "forwards"):
                 getattr(found.certificates, name)[wrong] = getattr(sure.certificates, name)
@@ -170,7 +180,7 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
         proof, names = found.certificates, getattr(getattr(ready, "classifier", None), "class_names", None)
         for row, position in enumerate(group):
             label, margin = int(found.predictions[row]), float(proof.margin[row])
-            name = f"class {label}" if names is None else str(names[label])
+            name = str(names[label]) if names is not None and label < len(names) else f"class {label}"
             words = wordnet_words(name)
             if words:  # the name is a WordNet id
                 name = f"{words} ({name})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,7 +141,8 @@ class Rate:
 
     @property
     def rate(self) -> float:
-        return self.k / self.n if self.n else 0.0
+        """k / n; NaN if nothing was measured."""
+        return self.k / self.n if self.n else math.nan
 
     @cached_property
     def interval(self) -> tuple[float, float]:
@@ -151,7 +153,7 @@ class Rate:
         return low, high
 
     def as_dict(self) -> dict[str, Any]:
-        return {"k": self.k, "n": self.n, "rate": self.rate, "interval": list(self.interval)}
+        return {"k": self.k, "n": self.n, "rate": self.rate if self.n else None, "interval": list(self.interval)}
 
 
 @dataclass

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from patchproof.masking import COPYING, MaskedForward, out_of_memory
-from patchproof.models import failure
-from patchproof.types import CheckError
+from patchproof.types import CheckError, failure
 
 
 class RecordedPass(MaskedForward):
