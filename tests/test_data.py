@@ -353,6 +353,20 @@ def test_images_of_formats_that_are_not_read_are_noted(tmp_path: Path, notes: li
     assert notes[1].startswith(f"{tmp_path}: {said}")
 
 
+def test_a_folder_of_images_is_listed_as_class_folders_are(tmp_path: Path) -> None:
+    """Hidden copies, as macOS leaves them, are not read; links are followed, and a loop of them ends."""
+    root = tmp_path / "root"
+    save(root / "cat" / "a.png")
+    for hidden in ("._a.png", ".thumbnails/t.png"):
+        save(root / "cat" / hidden)
+    save(tmp_path / "elsewhere" / "b.png")
+    (root / "cat" / "link").symlink_to(tmp_path / "elsewhere")
+    (root / "cat" / "loop").symlink_to(root / "cat")
+    listed = [root / path for path in open_dataset(str(root)).paths]
+    assert image_files(root) == listed == [root / "cat" / "a.png", root / "cat" / "link" / "b.png"]
+    assert image_files(root / "cat") == listed
+
+
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))

@@ -25,6 +25,7 @@ from patchproof.data._sources import FolderSource as FolderSource
 from patchproof.data._sources import ImageSource as ImageSource
 from patchproof.data._sources import SequenceSource as SequenceSource
 from patchproof.data._sources import as_source as as_source
+from patchproof.data._sources import files_below as files_below
 from patchproof.data._sources import note_unread as note_unread
 from patchproof.data._sources import open_class_folders as open_class_folders
 from patchproof.data._sources import unit_floats as unit_floats

@@ -116,7 +116,7 @@ def open_class_folders(root: Path, *, name: str, split: str, low_resolution: boo
     labels: list[int] = []
     others: list[str] = []
     for label, class_name in enumerate(class_names):
-        files = sorted(_files(root, class_name), key=path_bytes)
+        files = sorted(files_below(root, class_name), key=path_bytes)
         found = [file for file in files if file.lower().endswith(EXTENSIONS)]
         others += [file for file in files if not file.lower().endswith(EXTENSIONS)]
         if not found:
@@ -159,9 +159,14 @@ def note_unread(others: Iterable[str], name: str) -> None:
         note(f"{name}: images of unknown formats are left out ({len(images)}); convert them", example=images[0])
 
 
-def _files(root: Path, class_name: str) -> Iterator[str]:
-    """The files below a class folder; each real folder is read once, so that loops of links end."""
-    seen, pending = _with_parents(root), [class_name]
+def files_below(root: Path, folder: str = "") -> Iterator[str]:
+    """The visible files below `root`, or below a folder in it, as paths from `root`.
+
+    Links are followed; each real folder is read once, so that loops of links end.
+    """
+    seen, pending = _with_parents(root), [folder]
+    if not folder:
+        seen.remove(Path(os.path.realpath(root)))
     while pending:
         inside = pending.pop()
         real = Path(os.path.realpath(root / inside))
@@ -170,11 +175,12 @@ def _files(root: Path, class_name: str) -> Iterator[str]:
         seen.add(real)
         for entry in _visible(root / inside):
             path = Path(entry.path)  # a DirEntry raises an error on a loop of links, a Path does not
+            name = f"{inside}/{entry.name}" if inside else entry.name
             if path.is_dir():
-                pending.append(f"{inside}/{entry.name}")
+                pending.append(name)
             # A link to nothing is listed, and is a bad image later; pipes and devices are not read.
             elif path.is_file() or not path.exists():
-                yield f"{inside}/{entry.name}"
+                yield name
 
 
 def _with_parents(folder: Path) -> set[Path]:

@@ -16,7 +16,17 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchproof.data import EXTENSIONS, BadImageError, decode, note_unread, preprocess, reading, to_rgb, unit_floats
+from patchproof.data import (
+    EXTENSIONS,
+    BadImageError,
+    decode,
+    files_below,
+    note_unread,
+    preprocess,
+    reading,
+    to_rgb,
+    unit_floats,
+)
 from patchproof.defenses import (
     DEFENSES,
     Defense,
@@ -198,12 +208,12 @@ def _answers(batch: Sequence[tuple[str, Future[Any]]], so_far: Predictions) -> I
 
 
 def image_files(path: Path) -> list[Path]:
-    """Return the file itself, or all images below the folder in a fixed order."""
+    """Return the file itself, or all visible images below the folder in a fixed order, as `certify` lists them."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise InputError(f"no such image or folder: {path}")
-    found = [Path(root) / name for root, _, names in os.walk(path) for name in names]
+    found = [path / name for name in files_below(path)]
     files = sorted((f for f in found if f.name.lower().endswith(EXTENSIONS)), key=os.fsencode)
     if not files:
         raise InputError(f"{path} holds no images ({', '.join(EXTENSIONS)})")
