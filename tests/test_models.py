@@ -24,6 +24,7 @@ from patchproof.models import (
     _files,
     _load,
     adopt,
+    architecture_of,
     checkpoint_architecture,
     checkpoint_sha256,
     classifier_summary,
@@ -572,7 +573,7 @@ def test_a_module_trained_from_python_is_loaded_by_its_factory(own, tmp_path):
     loaded = load_classifier(f"{own}:fixed", tmp_path / "c")
     assert weights_sha256(loaded) == weights_sha256(given)
     message = r"holds weights for \w+, which is no known model; give model=file.py:function, .* \(pp.load_classifier\)"
-    for read in (load_checkpoint, lambda folder: load_classifier("small", folder)):
+    for read in (load_checkpoint, lambda folder: load_classifier("small", folder), lambda c: architecture_of(str(c))):
         with pytest.raises(InputError, match=message):
             read(tmp_path / "c")
     with pytest.raises(InputError, match="wrapped gives 2 logits, but 4 classes are expected"):

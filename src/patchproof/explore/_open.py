@@ -128,7 +128,7 @@ def classifier_of(run: StoredCertification, model: str | None, weights: str | No
 
     def load(name: str) -> models.ImageClassifier:
         classes = len(run.class_names) or None if name == "random" else None
-        own = None if run.config.get("model") else architecture_of(name)
+        own = None if model or run.config.get("model") else architecture_of(name)
         return load_classifier(model or own or recorded, name, num_classes=classes, **options)
 
     candidates, own = [weights], weight_names(run.weights) if run.weights else [None]

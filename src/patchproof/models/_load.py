@@ -106,7 +106,10 @@ def embedded_checkpoint() -> Path:
 def architecture_of(weights: str) -> str | None:
     """The network of weights that name one: a checkpoint folder, `random`, `embedded` or `zoo`; None for all others."""
     words = {"random": "small", EMBEDDED: "small", "zoo": "tf_efficientnet_lite0"}
-    return words.get(weights) or checkpoint_architecture(Path(weights))
+    found = words.get(weights) or checkpoint_architecture(Path(weights))
+    if found is not None:
+        _known_name(found, where=weights)
+    return found
 
 
 def known_weights(model: str) -> str | None:
@@ -340,16 +343,24 @@ def _require_same_architecture(asked: str, found: str, *, where: str) -> None:
     """Refuse weights of another network. A module trained from Python is known by the name of its class: any factory
     may build it, since its tensors are compared."""
     try:
-        name = split_name(found)[0]
-    except InputError as error:
+        name = _known_name(found, where=where)
+    except InputError:
         if is_own(asked):
             return
-        raise InputError(
-            f"{where} holds weights for {found}, which is no known model; give model=file.py:function, the function "
-            "that builds it (pp.load_classifier)"
-        ) from error
+        raise
     if name != split_name(asked)[0]:
         raise InputError(f"{where} holds weights for {found}, but the model is {asked}; name the model {found}")
+
+
+def _known_name(architecture: str, *, where: str) -> str:
+    """The architecture of a checkpoint without its tag."""
+    try:
+        return split_name(architecture)[0]
+    except InputError as error:
+        raise InputError(
+            f"{where} holds weights for {architecture}, which is no known model; give model=file.py:function, the "
+            "function that builds it (pp.load_classifier)"
+        ) from error
 
 
 def _ready(classifier: ImageClassifier) -> ImageClassifier:
