@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from patchproof.report import Options, build_report
-from patchproof.report._conclude import Conclusion, about_run, about_runs, conclude
+from patchproof.report._conclude import Conclusion, about_run, about_runs, conclude, difference
 from patchproof.report._counts import (
     Paired,
     TracedRun,
@@ -274,6 +274,25 @@ def test_a_span_just_beyond_the_limit_does_not_read_as_the_limit(tmp_path):
         for text in found.verdict:
             assert "spans 10 points" not in text
             assert "spans 10.0 points" not in text
+
+
+@pytest.mark.parametrize(
+    ("paired", "corrected", "ends"),
+    [
+        (Paired(60, 17, 7, 36), None, "no clear difference between a and b"),
+        (Paired(60, 30, 7, 23), None, "a is"),
+        (Paired(60, 30, 7, 23), 0.06, "no clear difference between a and b"),
+        (Paired(60, 12, 10, 38), None, "no clear difference between a and b"),
+        (Paired(60, 12, 10, 38), 0.04, "a is"),
+    ],
+)
+def test_a_difference_says_that_the_test_decides_where_the_interval_disagrees(paired, corrected, ends):
+    said, (low, high) = difference(paired, "a", "b", corrected), paired.interval
+    assert said.startswith(ends)
+    disagree = (low > 0 or high < 0) != said.startswith("a is")
+    why = f" Interval and test disagree, at the limit of what {paired.n} images show; the "
+    assert said.endswith(f"{why}{'' if corrected is None else 'corrected '}test decides.") == disagree
+    assert ("disagree" in said) == disagree
 
 
 def test_advice_that_does_not_apply_is_not_given(tmp_path):

@@ -92,9 +92,13 @@ def difference(paired: Paired, name: str, base: str, holm: float | None = None) 
     value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
     test = f"McNemar {value}" if holm is None else f"McNemar {value} (Holm)"
     facts = f"95% interval {interval_words(paired)}, {test}, n = {paired.n:,}"
+    low, high = paired.interval
+    agree = (p < LEVEL) != (low <= 0 <= high)
+    decides = f"the {'test' if holm is None else 'corrected test'} decides"
+    more = "" if agree else f" Interval and test disagree, at the limit of what {paired.n:,} images show; {decides}."
     if p >= LEVEL:
-        return f"no clear difference between {name} and {base} ({points:+.1f} points, {facts})."
-    return f"{name} is {abs(points):.1f} points {'above' if points > 0 else 'below'} {base} ({facts})."
+        return f"no clear difference between {name} and {base} ({points:+.1f} points, {facts}).{more}"
+    return f"{name} is {abs(points):.1f} points {'above' if points > 0 else 'below'} {base} ({facts}).{more}"
 
 
 def span(rate: Rate) -> float:
