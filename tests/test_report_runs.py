@@ -352,6 +352,34 @@ def test_lines_join_only_runs_that_differ_in_one_thing(tmp_path):
         assert comparison_pictures([runs[0], traced(tmp_path, "cutout", **more | change)]) == []
 
 
+SMALLER = {"patch": 3, "per_axis": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "joined"),
+    [
+        (SMALLER, True),
+        (SMALLER | {"config.threat_space": "native"}, False),
+        (SMALLER | {"identity.defense.patches": 2, "masks": None}, False),
+        ({"identity.defense.patch_sizes": [[3, 3], [2, 6]]}, False),
+        ({"identity.defense.patch_sizes": [[2, 6]]}, False),
+        ({"side": 56}, False),
+    ],
+)
+def test_a_line_against_the_patch_size_keeps_number_shape_and_space_of_the_patch(tmp_path, changes, joined):
+    one = {"masks": None} if "masks" in changes else {}
+    runs = [traced(tmp_path, "greedy", **one), traced(tmp_path, "greedy", **changes)]
+    assert bool(comparison_pictures(runs)) == joined
+    native = {"config.threat_space": "native"}
+    squares = [traced(tmp_path, "greedy", patch=patch, **native) for patch in (5, 4)]
+    oblong = {"config.patch": "3x6px", "identity.defense.patch_sizes": [[3, 3]]}
+    assert len(comparison_pictures(squares)) == 1
+    assert comparison_pictures([squares[0], traced(tmp_path, "greedy", **native | oblong)]) == []
+    both = comparison_pictures([*runs, *squares])
+    assert [picture.alt.split(": ")[1] for picture in both] == [f"{1 + joined} lines with 95% intervals."]
+    assert ("one square on the original image" in both[0].svg) == joined
+
+
 def test_what_all_runs_share_is_said_once_and_stays_in_the_files(tmp_path):
     runs = [traced(tmp_path, "greedy"), traced(tmp_path, "cutout", count=20)]
     complete = runs_table(runs)
