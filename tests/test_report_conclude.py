@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from itertools import combinations, product
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from patchproof.report import Options, build_report
-from patchproof.report._conclude import Conclusion, about_run, about_runs, conclude
+from patchproof.report._conclude import Conclusion, about_run, about_runs, conclude, difference
 from patchproof.report._counts import (
     Paired,
     TracedRun,
@@ -232,7 +233,7 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
     found = concluded(tmp_path / "r", failing(90), "cutout", available=5000)
     said = "\n".join(found.verdict)
     assert "66.7% (55.9–76.3%) of 90 images are certified: the right label under any patch of 5×5 px (3.2%)." in said
-    assert "n = 90 is small: the 95% interval spans 20 points." in said
+    assert "n = 90 is small: the 95% interval spans 20.3 points." in said
     assert "30 images have no certificate; the classifier alone gets 0 of them wrong." in said
     assert "Clearly below the average of 66.7%: eel 0.0%." in said
     assert "mask 5 (row 2 of 3, column 2 of 3) 100.0%" in said
@@ -247,6 +248,53 @@ def test_a_verdict_names_what_fails_and_what_to_do(tmp_path):
     assert table.rows[0][4] == "cat (30×)"
 
 
+@pytest.mark.parametrize("rate", [0.0, *(n / 20 for n in range(1, 20)), 1.0])
+def test_so_many_images_as_advised_are_enough_if_the_rate_stays_nearly_the_same(tmp_path, rate):
+    """The printed span, too, must exceed the 10 points that a small run is said to miss."""
+
+    def said(k: int, n: int) -> tuple[list[str], list[int]]:
+        records = [replace(r, defended=True, certified=r.index < k) for r in random_records(n)]
+        found = concluded(tmp_path / str(len(list(tmp_path.iterdir()))), records, available=5000)
+        advised = [re.match(r"Certify about (\d+) images for an interval", text) for text in found.next_steps]
+        return [text for text in found.verdict if "is small" in text], [int(m[1]) for m in advised if m]
+
+    for n in (40, 130):
+        small, advised = said(round(rate * n), n)
+        assert len(small) == len(advised)
+        for many in advised:
+            assert float(re.search(r"spans (.*) points", small[0])[1]) > 10
+            toward = rate + (0.005 if rate < 0.5 else -0.005)
+            for k in {round(rate * many), round(toward * many)}:
+                assert said(k, many) == ([], [])
+
+
+def test_a_span_just_beyond_the_limit_does_not_read_as_the_limit(tmp_path):
+    for n in range(360, 400):
+        found = concluded(tmp_path / str(n), [replace(r, certified=r.index < 0.63 * n) for r in random_records(n)])
+        for text in found.verdict:
+            assert "spans 10 points" not in text
+            assert "spans 10.0 points" not in text
+
+
+@pytest.mark.parametrize(
+    ("paired", "corrected", "ends"),
+    [
+        (Paired(60, 17, 7, 36), None, "no clear difference between a and b"),
+        (Paired(60, 30, 7, 23), None, "a is"),
+        (Paired(60, 30, 7, 23), 0.06, "no clear difference between a and b"),
+        (Paired(60, 12, 10, 38), None, "no clear difference between a and b"),
+        (Paired(60, 12, 10, 38), 0.04, "a is"),
+    ],
+)
+def test_a_difference_says_that_the_test_decides_where_the_interval_disagrees(paired, corrected, ends):
+    said, (low, high) = difference(paired, "a", "b", corrected), paired.interval
+    assert said.startswith(ends)
+    disagree = (low > 0 or high < 0) != said.startswith("a is")
+    why = f" Interval and test disagree, at the limit of what {paired.n} images show; the "
+    assert said.endswith(f"{why}{'' if corrected is None else 'corrected '}test decides.") == disagree
+    assert ("disagree" in said) == disagree
+
+
 def test_advice_that_does_not_apply_is_not_given(tmp_path):
     strong = concluded(tmp_path / "strong", failing(3000), "greedy", per_axis=6)
     assert not [text for text in (*strong.verdict, *strong.next_steps) if "is small" in text or "Try " in text]
@@ -258,7 +306,7 @@ def test_advice_that_does_not_apply_is_not_given(tmp_path):
     assert "Train longer, with more images or a larger network: masks of memory are used already." in taught
     (one,) = build_report([write_run(tmp_path / "one", manifest(count=1), failing(1))]).conclusion.verdict[:1]
     assert "of 1 image is certified: " in one
-    few = "Collect and certify about 342 images for an interval of ±5 points (the data set has 60)."
+    few = "Collect and certify about 373 images for an interval of ±5 points (the data set has 60)."
     assert few in concluded(tmp_path / "few", failing(60)).next_steps
     unfinished = build_report([write_run(tmp_path / "half", manifest(count=90), failing(40))]).conclusion
     assert unfinished.next_steps[0] == "Resume half: 50 of 90 images are left."

@@ -16,7 +16,7 @@ from patchproof.report._conclude import Conclusion, about_run, about_runs, about
 from patchproof.report._counts import compare, trace, why_not_paired
 from patchproof.report._figures import Picture
 from patchproof.report._gallery import SMALL
-from patchproof.report._tables import RENDERERS, Section, Table, interval_words, percent
+from patchproof.report._tables import LONG, RENDERERS, Section, Table, interval_words, percent
 from patchproof.report._training import trainings
 from patchproof.runs import (
     Rate,
@@ -84,7 +84,9 @@ class Report:
         environment.filters |= {"percent": percent, "interval": interval_words}
         template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text("utf-8"))
         groups = notice_groups(self.notices)
-        return template.render(page=self, groups=groups, small=SMALL, generator=GENERATOR, version=__version__)
+        return template.render(
+            page=self, groups=groups, small=SMALL, long=LONG, generator=GENERATOR, version=__version__
+        )
 
     def write(self, folder: Path | str) -> Path:
         """Write everything into `folder`, in place of an earlier report, and return the path of the page."""

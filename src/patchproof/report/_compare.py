@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from patchproof.geometry import parse_patches, size_words
 from patchproof.report._certification import attacked, facts
 from patchproof.report._counts import FEW_PER_CLASS, MOST_CLASSES, Comparison, Paired, TracedRun, holm, rate_note
 from patchproof.report._figures import Picture, dot_picture, line_picture, numbers
@@ -149,6 +150,18 @@ def against_baseline(base: StoredCertification, comparisons: Sequence[Comparison
     ]
 
 
+def patch_kind(run: StoredCertification) -> str:
+    """What patches of other sizes must share to be on one line: how many squares, and on which image they are.
+
+    Other rectangles, and lists of sizes, differ in more than one number, so each is a kind of its own.
+    """
+    sizes = parse_patches(str(run.config["patch"]), (1, 1)) if run.native else run.patch_sizes
+    if len(sizes) != 1 or sizes[0][0] != sizes[0][1]:
+        return run.patch_words
+    square = "one square" if run.patches == 1 else "two squares"
+    return f"{square} on the original image" if run.native else square
+
+
 def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
     """Certified accuracy against masks per axis, patch size and training cost.
 
@@ -157,7 +170,7 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
     pictures = list[Picture]()
     for key, what, unit, free in (
         ("by-masks", "masks", "masks per axis", {"masks"}),
-        ("by-patch", "patch size", "patch (% of the image's area)", {"patch"}),
+        ("by-patch", "patch size", "patch (% of the image's area)", {"patch size"}),
         ("by-training-cost", "training cost", "strategy, and its extra passes per image", {"strategy", "weights"}),
     ):
         lines: dict[tuple[str, ...], dict[tuple[float, str], TracedRun]] = {}
@@ -175,8 +188,9 @@ def comparison_pictures(traced: Sequence[TracedRun]) -> list[Picture]:
                 "data": f"{run.dataset}, n = {one.certified.n:,}",
                 "architecture": run.architecture,
                 "defence": f"{run.defense} ({run.guarantee})",
+                "input": f"input {size_words(run.image_size)}" if run.image_size else "",
                 "masks": run.masks_words,
-                "patch": run.patch_words,
+                "patch": patch_kind(run) if "patch size" in free else run.patch_words,
             }
             if value is not None and one.certified.n:
                 tick = f"{shortened(one.label, 14)}: {value}" if "strategy" in free else f"{value:g}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from patchproof.geometry import PatchThreat, covering_masks, patch_words, size_words
@@ -17,7 +18,6 @@ from patchproof.report._counts import (
     Comparison,
     Paired,
     TracedRun,
-    Z,
     attacked_rates,
     by_class,
     count_pairs,
@@ -27,7 +27,7 @@ from patchproof.report._counts import (
 )
 from patchproof.report._tables import interval_words, percent
 from patchproof.report._training import validated_with
-from patchproof.runs import StoredCertification, StoredTraining, one_class_words, rates
+from patchproof.runs import Rate, StoredCertification, StoredTraining, one_class_words, rates
 from patchproof.types import count_words, shortened
 
 LEVEL = 0.05
@@ -38,6 +38,9 @@ FEW = 10
 
 WIDE = 0.10
 """Widest interval that is not called wide: of 95%, or between the bounds of robust accuracy."""
+
+SPARE = 1.05
+"""How many times the fewest images are recommended, as the rate of more images will be another."""
 
 MORE_MASKS = {1: 6, 2: 4}
 """Masks per axis that are recommended, by the number of patches."""
@@ -89,9 +92,25 @@ def difference(paired: Paired, name: str, base: str, holm: float | None = None) 
     value = "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0=\u00a0{p:.3f}"
     test = f"McNemar {value}" if holm is None else f"McNemar {value} (Holm)"
     facts = f"95% interval {interval_words(paired)}, {test}, n = {paired.n:,}"
+    low, high = paired.interval
+    agree = (p < LEVEL) != (low <= 0 <= high)
+    decides = f"the {'test' if holm is None else 'corrected test'} decides"
+    more = "" if agree else f" Interval and test disagree, at the limit of what {paired.n:,} images show; {decides}."
     if p >= LEVEL:
-        return f"no clear difference between {name} and {base} ({points:+.1f} points, {facts})."
-    return f"{name} is {abs(points):.1f} points {'above' if points > 0 else 'below'} {base} ({facts})."
+        return f"no clear difference between {name} and {base} ({points:+.1f} points, {facts}).{more}"
+    return f"{name} is {abs(points):.1f} points {'above' if points > 0 else 'below'} {base} ({facts}).{more}"
+
+
+def span(rate: Rate) -> float:
+    """The width of the 95% interval in percentage points, rounded as it is printed."""
+    return round(100 * (rate.interval[1] - rate.interval[0]), 1)
+
+
+def images_wanted(rate: Rate) -> int:
+    """Number of images with which the interval is not wide, if the rate stays nearly the same."""
+    share = min(0.9, max(0.1, rate.rate))
+    fewest = next(n for n in count(rate.n + 1) if span(Rate(round(share * n), n)) <= 100 * WIDE)
+    return math.ceil(SPARE * fewest)
 
 
 def broken_words(run: StoredCertification) -> str:
@@ -138,14 +157,12 @@ def about_run(one: TracedRun, others: Sequence[TracedRun] = ()) -> Iterator[Said
     yield f"{percent(rate.rate)} ({interval_words(rate)}) of {images} certified: {promise}.", ""
     if single is not None:
         return
-    width = rate.interval[1] - rate.interval[0]
-    if width > WIDE:
-        share = min(0.9, max(0.1, rate.rate))
-        wanted = max(rate.n + 1, math.ceil(share * (1 - share) * (2 * Z / WIDE) ** 2))
+    if span(rate) > 100 * WIDE:
+        wanted = images_wanted(rate)
         verb = "Certify" if wanted <= run.available else "Collect and certify"
         goal = f"{verb} about {wanted:,} images for an interval of ±{50 * WIDE:.0f} points"
         step = f"{goal} (the data set has {run.available:,})."
-        yield f"n = {rate.n:,} is small: the 95% interval spans {100 * width:.0f} points.", step
+        yield f"n = {rate.n:,} is small: the 95% interval spans {span(rate):.1f} points.", step
     clean = count_pairs((record.undefended, record.defended) for record in run.good)
     if clean.n:
         yield f"Clean accuracy: {difference(clean, 'the defence', 'the classifier alone')}", ""

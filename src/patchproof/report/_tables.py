@@ -21,6 +21,15 @@ Cell = str | int | float | Rate | Paired | None
 SHOWN_ROWS = 10
 """Rows that the page shows of a long table, or from either end of it."""
 
+LONG = 40
+"""Most letters of a cell that needs no width of its own."""
+
+BESIDE = 6
+"""Most columns that fit beside a figure if the names of the rows are long."""
+
+ROOMY = 8
+"""Most columns that fit on the page with wide gaps."""
+
 
 def percent(rate: float) -> str:
     return f"{100 * rate:.1f}%"
@@ -73,11 +82,11 @@ class Table:
         return replace(self, rows=rows, notes=(*self.notes, note), whole=self)
 
     def concise(self, hidden: Collection[str] = ()) -> Table:
-        """The table without the columns in `hidden`; words that are the same in every row become one note."""
+        """The table without the columns in `hidden`; words that are the same in several rows become one note."""
         kept, same = list[int](), list[str]()
         for i, column in enumerate(self.columns):
             cells = {row[i] for row in self.rows}
-            if i and len(cells) == 1 and isinstance(cell := next(iter(cells)), str | None):
+            if (i or len(self.rows) > 1) and len(cells) == 1 and isinstance(cell := next(iter(cells)), str | None):
                 if cell is not None and column.name not in hidden:
                     same.append(cell if cell.endswith(column.name) else f"{column.name} {cell}")
             elif column.name not in hidden:
@@ -96,6 +105,15 @@ class Table:
         """True for a column of numbers, which are set flush right."""
         values = [row[position] for row in self.rows if row[position] is not None]
         return bool(values) and not any(isinstance(value, str) for value in values)
+
+    @property
+    def wide(self) -> bool:
+        """True if the table does not fit beside a figure: many columns after long names."""
+        return len(self.columns) > BESIDE and any(len(row[0]) > LONG for row in self.texts())
+
+    @property
+    def dense(self) -> bool:
+        return len(self.columns) > ROOMY
 
     def texts(self) -> list[list[str]]:
         return [[cell_text(c, column.digits) for c, column in zip(row, self.columns, strict=True)] for row in self.rows]
