@@ -367,6 +367,15 @@ def test_prediction_measures_tau_on_generated_images_and_is_not_stopped_by_hosti
     assert ([answer.label for answer in answers], answers.misjudged) == ([3, 3], 1)
 
 
+def test_a_modules_own_history_is_left_alone():
+    network = plain_network()
+    for own in ({"loss": [1.0, 2.0]}, []):
+        network.history = own
+        pp.train(network, PICTURES, pp.Plan(strategy="none", epochs=1, batch_size=20))
+        assert network.history is own
+        assert not pp.certify(pp.defense("patchcleanser", network, THREAT), PICTURES[:1]).content["remarks"]
+
+
 def test_training_is_in_place_and_its_best_epoch_is_kept(tmp_path):
     torch.manual_seed(0)
     network, seen = plain_network(), []

@@ -235,11 +235,22 @@ def test_impossible_losses_are_refused_and_others_described():
     for loss, described in (
         (hinge, "hinge"),
         (partial(hinge, margin=1), 'hinge {"margin": 1}'),
-        (IntervalLoss(THREAT), "IntervalLoss"),
-        (IntervalLoss(THREAT, positions=4), 'IntervalLoss {"positions": 4}'),
-        (partial(partial(hinge, weights=torch.ones(2)), base=hinge), 'hinge {"weights": [1.0, 1.0], "base": "hinge"}'),
+        (partial(partial(hinge, weights=torch.ones(2)), base=hinge), 'hinge {"base": "hinge", "weights": [1.0, 1.0]}'),
     ):
         assert pp.Plan(loss=loss, strategy="none").describe()["loss"] == described
+    smaller = pp.PatchThreat((16, 16), ((3, 3),))
+    network = load_classifier("bagnet5", "random", num_classes=3, input_size=(16, 16))
+    different = [IntervalLoss(THREAT), IntervalLoss(smaller), IntervalLoss(THREAT, positions=4)]
+    different += [BagCertLoss.of(network, t, ramp=ramp) for t in (THREAT, smaller) for ramp in (0.0, 0.5)]
+    different += [partial(hinge, threat=THREAT), partial(hinge, threat=smaller), partial(hinge, teacher=network)]
+    named = [pp.Plan(loss=loss, strategy="none").describe()["loss"] for loss in different]
+    assert len(set(named)) == len(different)
+    numbers = partial(hinge, margin=np.int64(1))
+    assert pp.Plan(loss=numbers, strategy="none").describe()["loss"] == 'hinge {"margin": 1}'
+    with pytest.raises(InputError, match="is of type set, which a resumed training cannot compare"):
+        pp.Plan(loss=partial(hinge, classes={1, 2}), strategy="none").describe()
+    with pytest.raises(InputError, match="not the class BagCertLoss; give an instance"):
+        pp.Plan(loss=BagCertLoss, strategy="none")
     assert pp.Plan(strategy=partial(views, 8)).describe()["strategy"] == 'views {"0": 8}'
     pp.Plan(loss=min, strategy="none")  # has no signature to look at
     plan = pp.Plan(validate_with="bagcer", strategy="none")

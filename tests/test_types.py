@@ -15,7 +15,7 @@ import numpy
 import torch
 import patchproof as pp
 from patchproof.attacks import AttackPlan
-from patchproof.defenses import assess
+from patchproof.defenses import assess, require_defense
 from patchproof.masking import Engine
 from patchproof.training import Plan
 from patchproof.training.losses import BagCertLoss, IntervalLoss
@@ -33,6 +33,9 @@ def strategy(name="memory", **given):
 def own(*parts):
     described = dict(name="own", guarantee="recovery", threat=threat, describe=dict, predict=lambda images: labels)
     return SimpleNamespace(**described, certify=lambda images, labels: parts and pp.Certificates(*parts))
+class OwnCall(torch.nn.Module):
+    def __call__(self, classifier, images, labels, *, indices=None, epoch=0):
+        return images[None, :, :1] >= 0
 def check(images, classifier=classifier):
     return pp.check_classifier(classifier, images, masks, num_classes=3)
 """
@@ -65,6 +68,7 @@ WRONG = {
     "assess(own(), images)": "SimpleNamespace.certify must return Certificates, not tuple",
     "assess(own(labels, labels.float(), labels), images)": "certified must be bool of shape (4,), not torch.int64",
     "pp.MaskSet((8, 8), ((0, 0, 4, 4),))": "rects holds a pp.Rect(top, left, height, width) per mask",
+    "pp.MaskSet((8, 8), (None,))": "rects holds a pp.Rect(top, left, height, width) per mask, or tuples of them, not ",
     "pp.MaskSet((8, 8), pp.Rect(0, 0, 4, 4))": "rects holds a pp.Rect(top, left, height, width) per mask",
     "assess(own(labels > 0, labels, labels), images)": "margin must be a float of shape (4,), not torch.int64",
     "assess(own(labels > 0, images[:, 0, 0, 0], labels, None), images)": "evidence must map names to tensors, not None",
@@ -111,6 +115,8 @@ RIGHT = (
     "not pp.MaskSet([8, 8], [pp.Rect(0, 0, 8, 8)]).uncovered(threat)",
     "pp.PatchThreat((8, 8), ((side, side) for side in (2, 5))).patch_sizes == ((2, 2), (5, 5))",
     "pp.PatchThreat((8, 8), numpy.array([[2, 2]])) == threat",
+    "Plan(strategy=OwnCall()).describe()['strategy'] == 'OwnCall'",
+    "require_defense(SimpleNamespace(**vars(own()) | {'engine': None})) is None",
     "Preprocessing(numpy.int64(8)) == Preprocessing(8)",
     "strategy(image_size=numpy.array([8, 8])).mask_sets == strategy().mask_sets",
     "len(pp.covering_masks(threat, per_axis=numpy.array([1, 2]))) == 2",

@@ -258,7 +258,7 @@ class SequenceSource:
     def load(self, index: int) -> Image.Image | Float32[Tensor, "c h w"]:
         try:
             item = self.items[index]
-        except PatchproofError:
+        except (PatchproofError, MemoryError):
             raise
         except Exception as error:
             if not is_unreadable(error):

@@ -134,7 +134,8 @@ def assess(defense: Defense, images: Float[Tensor, "b c h w"], labels: Int64[Ten
         raise CheckError(f"{name} answers {int(predictions.min())}: {only}".replace("answers -", "answers −"))
     if labels is None:
         return replace(found, certificates=replace(proof, certified=proof.certified & (predictions >= 0)))
-    contradicted = proof.certified & (predictions != labels) & (recovery | (predictions != -1))
+    certified, asked = (values.to(predictions.device) for values in (proof.certified, labels))
+    contradicted = certified & (predictions != asked) & (recovery | (predictions != -1))
     if bool(contradicted.any()):
         raise CheckError(f"{name} certifies a label that it does not itself answer")
     return found
@@ -155,7 +156,7 @@ def require_defense(value: Any) -> None:
     for member, kind, words in (("name", str, "text"), ("threat", PatchThreat, "a pp.PatchThreat")):
         if not isinstance(getattr(value, member), kind):
             raise InputError(f"{name}.{member} must be {words}, not {kind_of(getattr(value, member))}")
-    if not isinstance(getattr(value, "engine", Engine()), Engine):
+    if not isinstance(getattr(value, "engine", None) or Engine(), Engine):
         raise InputError(f"{name}.engine must be a pp.Engine, not {kind_of(value.engine)}")
     at_once = getattr(value, "images_at_once", 1)
     if not isinstance(at_once, Integral) or at_once < 1:

@@ -90,7 +90,8 @@ class MaskSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", whole_size(self.image_size))
-        rects = tuple(mask if isinstance(mask, Rect | int) else tuple(mask) for mask in self.rects)
+        given = self.rects if isinstance(self.rects, Iterable) else (self.rects,)
+        rects = tuple(tuple(m) if isinstance(m, Iterable) and not isinstance(m, Rect) else m for m in given)
         for rect in chain.from_iterable(mask if type(mask) is tuple else (mask,) for mask in rects):
             if not isinstance(rect, Rect):
                 raise InputError(

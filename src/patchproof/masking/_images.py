@@ -112,10 +112,11 @@ def occlude(
 
     `fill` is one number for each channel, e.g. the classifier's `fill`.
     """
-    colour = fill if isinstance(fill, Tensor) else images.new_tensor(fill)
-    if colour.numel() != images.shape[-3]:
-        raise InputError(f"fill must be one number for each of the {images.shape[-3]} channels, not {fill!r:.60}")
-    return torch.where(keep, images, colour.view(-1, 1, 1))
+    if not isinstance(fill, Tensor):
+        if len(fill) != images.shape[-3]:
+            raise InputError(f"fill must be one number for each of the {images.shape[-3]} channels, not {fill!r:.60}")
+        fill = images.new_tensor(fill)[:, None, None]
+    return torch.where(keep, images, fill)
 
 
 @contextmanager

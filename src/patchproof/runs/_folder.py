@@ -43,9 +43,6 @@ THREAT = {"name", "image_size", "patch_sizes", "patches"}
 SIZES = ("patch_sizes", "image_size", "resize", "crop")
 """Settings that are printed as 12×12."""
 
-NO_FILL = (None, [0.5], [0.5, 0.5, 0.5])
-"""Mask colours of a classifier that names none, or names the default."""
-
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Exceptions that reading values from damaged or hostile JSON can raise."""
 
@@ -254,7 +251,7 @@ def refuse_differences(stored: Mapping[str, Any], current: Mapping[str, Any], *,
     require_command(stored, current["command"], where=where)
     before, now = stored["identity"], current["identity"]
     different = {name: values for name, *values in differences(before, now)}
-    if all(fill in NO_FILL for fill in different.get("fill", ())):
+    if all(set(fill or (0.5,)) == {0.5} for fill in different.get("fill", ())):  # no fill means mid-grey
         different.pop("fill", None)
     consequences = {name for name, others in FOLLOWS_FROM.items() if others & different.keys()}
     if "name" in different:

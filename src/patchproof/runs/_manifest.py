@@ -135,7 +135,8 @@ def network_remarks(classifier: Any, data_sha256: str | None = None) -> list[str
             "not a network of yours"
         )
     for kind, words in SEEN.items():
-        seen = getattr(classifier, "history", {}).get(kind)
+        history = getattr(classifier, "history", None)
+        seen = history.get(kind) if isinstance(history, Mapping) else None
         if isinstance(seen, Mapping) and data_sha256 is not None and seen.get("sha256") == data_sha256:
             remarks.append(words)
     return remarks

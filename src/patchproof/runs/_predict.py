@@ -102,7 +102,7 @@ def predict(
     measured, τ is measured on generated images and never on those given, which may be hostile. An image that a fast
     precision misjudges is answered, and certified, in float32.
     """
-    if isinstance(defense, nn.Module) or not callable(defense):
+    if isinstance(defense, Defense | nn.Module) or not callable(defense):
         require_defense(defense)
     if isinstance(images, (str, Path)) or not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
         raise InputError(f"images must be a sequence, each an {USABLE}, not {kind_of(images)}; for one image, [image]")

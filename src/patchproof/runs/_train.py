@@ -25,6 +25,7 @@ from patchproof.models import ImageClassifier, adopt, classifier_summary, save_c
 from patchproof.runs._folder import RunFolder, read_json, read_lines, write_atomically, write_json
 from patchproof.runs._manifest import (
     SCHEMA,
+    SEEN,
     changes_since,
     new_manifest,
     outputs_for,
@@ -182,8 +183,10 @@ def train(
         network.load_state_dict(trainer.weights())
         network.source = f"trained from {network.source.removeprefix('trained from ')}"
         network.history = {"trained_on": images["train"]}
-        if isinstance(getattr(classifier, "history", {}), Mapping):  # else something of the user's own
-            classifier.history = network.history  # type: ignore[assignment]
+        own = getattr(classifier, "history", None)  # a plain module may have one for purposes of its own
+        if own is None or (isinstance(own, Mapping) and own and own.keys() <= SEEN.keys()):
+            with suppress(AttributeError):
+                classifier.history = network.history  # type: ignore[assignment]
         results = {
             "schema": SCHEMA,
             "status": "complete",

@@ -6,8 +6,9 @@ the share of the steps that are done. Its random numbers follow from the seed an
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, cast
 
@@ -112,9 +113,12 @@ class Described(Checked):
     """Base class of losses whose settings must be equal for a training to be resumed."""
 
     def describe(self) -> dict[str, Any]:
-        """The settings that are not the default."""
-        settings = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.default is not MISSING}
-        return {name: value for name, (value, default) in settings.items() if value != default}
+        """Every field; the windows of a threat by what their cells and locations are."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if isinstance(windows := values.get("windows"), Windows):
+            touched = hashlib.sha256(windows.touched.cpu().numpy().tobytes()).hexdigest()
+            values["windows"] = {"touched": touched, "places": len(windows.places)}
+        return {name: asdict(value) if isinstance(value, PatchThreat) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from patchproof.models import weights_sha256
 from patchproof.settings import TrainingSettings
 from patchproof.training.losses import Loss
 from patchproof.training.strategies import MaskingStrategy, strategy_entry
-from patchproof.types import InputError
+from patchproof.types import InputError, kind_of
 
 OPTIONS = ("memory_tries", "memory_refresh", "views", "gutout_target", "gutout_layer", "gutout_upsampling")
 """The fields of a plan that are options of some strategies, which call them by the last word."""
@@ -88,20 +89,36 @@ class Plan(TrainingSettings):
 def _described(given: Any) -> str:
     """A function or object by its name or type, and its settings as JSON."""
     if isinstance(given, partial):
-        settings: dict[Any, Any] = dict(enumerate(given.args)) | given.keywords
-        return f"{_described(given.func)} {json.dumps(settings, default=_plain)}"
+        arguments = {str(place): value for place, value in enumerate(given.args)} | given.keywords
+        return f"{_described(given.func)} {json.dumps(arguments, default=_plain, sort_keys=True)}"
     name = str(getattr(given, "__qualname__", type(given).__qualname__))
     details = given.describe() if hasattr(given, "describe") else None
-    return f"{name} {json.dumps(details)}" if details else name
+    return f"{name} {json.dumps(details, default=_plain)}" if details else name
 
 
 def _plain(value: Any) -> Any:
-    """Numbers for an array or tensor, a description for anything else that is no JSON."""
-    return value.tolist() if hasattr(value, "tolist") else _described(value)
+    """What stands in a manifest for a value that is no JSON: numbers for an array, the fields of a dataclass, …"""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, nn.Module):
+        return weights_sha256(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if callable(value) or hasattr(value, "describe"):
+        return _described(value)
+    raise InputError(
+        f"a setting of the strategy or loss is of type {kind_of(value)}, which a resumed training cannot compare; give "
+        "JSON, an array, a dataclass or an object with describe()"
+    )
 
 
 def _require_call(given: Any, words: str, *values: Any, **named: Any) -> None:
-    call = given.forward if isinstance(given, nn.Module) else given  # modules are called with any arguments
+    if isinstance(given, type):
+        raise InputError(f"{words}, not the class {given.__name__}; give an instance")
+    plain_module = isinstance(given, nn.Module) and type(given).__call__ is nn.Module.__call__
+    call = given.forward if plain_module else given  # such a module is called with any arguments
     try:
         inspect.signature(call).bind(*values, **named)
     except ValueError:  # what is not written in Python need not tell its arguments
