@@ -25,7 +25,10 @@ from patchproof.cli._runs import cost_words
 from patchproof.models import load_checkpoint
 from patchproof.report import build_report
 from patchproof.runs import TrainingCost, has_splits
+from patchproof.runs._train import _goes_on_longer
+from patchproof.training import Plan
 from patchproof.training.search import Memory
+from patchproof.types import CheckError
 from test_cli import assert_one_line, content
 
 GREEDY = ("--strategy", "greedy", "--schedule", "cosine")
@@ -355,3 +358,11 @@ def test_two_processes_train_as_one(data):
     assert train(data, *frozen, "--output", "one") == 0
     subprocess.run([*LAUNCHER, *command(data, *frozen, "--output", "two")], check=True, timeout=300)
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+
+
+def test_more_epochs_of_another_number_of_steps_are_refused(tmp_path):
+    """As on other processes, whose last batch may be left out: epochs would be skipped silently."""
+    stored = {"command": "train", "identity": {"steps": 4, "plan": {"epochs": 2}}}
+    current = {"identity": {"steps": 6, "plan": {"epochs": 6}}}
+    with pytest.raises(CheckError, match="has 2 steps per epoch, here it would be 1: take as many processes"):
+        _goes_on_longer(stored, plan=Plan(epochs=6), current=current, folder=tmp_path)

@@ -314,6 +314,11 @@ def _goes_on_longer(stored: Mapping[str, Any], *, plan: Plan, current: Mapping[s
         return False
     if before != {**now, "steps": before["steps"], "plan": {**now["plan"], "epochs": before["plan"]["epochs"]}}:
         return False
+    each = before["steps"] // before["plan"]["epochs"], now["steps"] // now["plan"]["epochs"]
+    if each[0] != each[1]:
+        raise CheckError(
+            f"{folder} has {each[0]} steps per epoch, here it would be {each[1]}: take as many processes as before"
+        )
     state = Path() if folder is None else settled(folder / "checkpoint-last") / "training.json"
     done = int(read_json(state)["step"]) if state.exists() else 0
     per_epoch, shorter = now["steps"] // plan.epochs, replace(plan, epochs=before["plan"]["epochs"])
